@@ -1,0 +1,146 @@
+"""The data channel between one verifier and the speculator.
+
+Two ends, several transports (`ssd_proto.channels`).  Order: everything that the verifier posts
+(opens, closes, outcomes) arrives in the order of posting.  Threading: each end is used by one thread.
+Waits have deadlines; `close` and `abort` may be called twice and never raise.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssd_proto.records import Event, ProposalKind, Proposals, outcome_keys
+from ssd_proto.table import SpeculationTable
+
+
+class VerifierChannel(ABC):
+    """The verifier's end. Posts never wait; `ChannelFull` if the other side does not keep up."""
+
+    table: SpeculationTable
+
+    @abstractmethod
+    def open_sequence(self, slot: int, generation: int, tokens: NDArray[np.integer]) -> None:
+        """Post an `OpenSequence`."""
+
+    @abstractmethod
+    def close_sequence(self, slot: int, generation: int) -> None:
+        """Post a `CloseSequence`."""
+
+    @abstractmethod
+    def post(self, outcomes: NDArray[np.void]) -> None:
+        """Post a batch of outcomes (`outcome_dtype`)."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Make what the speculator has published so far visible in `table`. Never waits."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything this end owns."""
+
+    def lookup(self, outcomes: NDArray[np.void]) -> Proposals:
+        """Look posted outcomes [b] up without waiting: a row at full depth is a hit, -1 is unknown yet."""
+        self.refresh()
+        depth, tokens = self.table.read(*_address(outcomes))
+        full = depth == self.table.shape.lookahead
+        kind = np.where(full, ProposalKind.HIT, ProposalKind.EMPTY).astype(np.int32)
+        return Proposals(np.where(full, depth, -1).astype(np.int32), tokens, kind)
+
+    def wait(self, outcomes: NDArray[np.void], proposals: Proposals, timeout: float) -> Proposals:
+        """Complete the rows of ``proposals`` that have depth -1; at most ``timeout`` seconds.
+
+        Table and reply are both polled: an entry cut short is completed in either, whichever comes
+        first.  Rows without an answer keep depth -1.  Spins: the verifier has nothing else to do.
+        """
+        depth, tokens, kind = (array.copy() for array in proposals)
+        missing = np.flatnonzero(depth < 0)
+        was_started = np.zeros(len(depth), bool)
+        deadline = time.monotonic() + timeout
+        while len(missing):
+            self.refresh()
+            address = _address(outcomes[missing])
+            table_depth, table_tokens = self.table.read(*address)
+            reply_depth, reply_tokens = self.table.read_reply(*address)
+            was_started[missing] |= table_depth >= 0
+            full = table_depth == self.table.shape.lookahead
+            replied = reply_depth >= 0
+            answered = full | replied
+            depth[missing] = np.where(replied, reply_depth, np.where(full, table_depth, -1))
+            tokens[missing] = np.where(replied[:, None], reply_tokens, table_tokens)
+            done = missing[answered]
+            kind[done] = np.where(was_started[done], ProposalKind.SHORT_HIT, ProposalKind.BACKUP)
+            missing = missing[~answered]
+            if len(missing) and time.monotonic() > deadline:
+                break
+        kind[depth == 0] = ProposalKind.EMPTY
+        return Proposals(depth, tokens, kind)
+
+
+class SpeculatorChannel(ABC):
+    """The speculator's end."""
+
+    table: SpeculationTable
+
+    @abstractmethod
+    def poll(self) -> Event | None:
+        """The next posted event, or None. Raises `ProtocolError` on what cannot be understood."""
+
+    @abstractmethod
+    def pending(self) -> bool:
+        """Whether `poll` would return an event; cheap enough to be called between model steps."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything this end owns."""
+
+    # Publishing: same meaning and arguments as the methods of `SpeculationTable`.
+
+    def begin(self, slots: NDArray[np.integer], rounds: NDArray[np.integer], keys: NDArray[np.int64]) -> None:
+        self.table.begin(slots, rounds, keys)
+
+    def add_keys(
+        self, slots: NDArray[np.integer], rounds: NDArray[np.integer], first_column: int, keys: NDArray[np.int64]
+    ) -> None:
+        self.table.add_keys(slots, rounds, first_column, keys)
+
+    def write(
+        self,
+        slots: NDArray[np.integer],
+        generations: NDArray[np.integer],
+        rounds: NDArray[np.integer],
+        columns: NDArray[np.integer],
+        keys: NDArray[np.int64],
+        depths: NDArray[np.integer],
+        tokens: NDArray[np.integer],
+    ) -> None:
+        self.table.write(slots, generations, rounds, columns, keys, depths, tokens)
+
+    def reply(
+        self,
+        slots: NDArray[np.integer],
+        generations: NDArray[np.integer],
+        rounds: NDArray[np.integer],
+        keys: NDArray[np.int64],
+        depths: NDArray[np.integer],
+        tokens: NDArray[np.integer],
+    ) -> None:
+        self.table.reply(slots, generations, rounds, keys, depths, tokens)
+
+    def flush(self) -> None:
+        """Send what was published since the last flush (transports without shared memory)."""
+
+
+MAX_LOOKAHEAD: Final = 16
+MAX_OUTCOMES: Final = 1024
+
+
+def _address(
+    outcomes: NDArray[np.void],
+) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer], NDArray[np.int64]]:
+    keys = outcome_keys(outcomes["num_accepted"], outcomes["bonus"])
+    return outcomes["slot"], outcomes["generation"], outcomes["round"], keys

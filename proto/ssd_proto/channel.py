@@ -43,10 +43,17 @@ class VerifierChannel(ABC):
     def close(self) -> None:
         """Release everything this end owns."""
 
+    def last_beat(self) -> float:
+        """`time.monotonic` of the speculator's last sign of life (its `SpeculatorChannel.beat`); 0.0 before the first.
+
+        A transport without beats says now: then only the control plane knows of the speculator's death.
+        """
+        return time.monotonic()
+
     def lookup(self, outcomes: NDArray[np.void]) -> Proposals:
         """Look posted outcomes [b] up without waiting: a row at full depth is a hit, -1 is unknown yet."""
         self.refresh()
-        depth, tokens = self.table.read(*_address(outcomes))
+        depth, tokens = self._read_table(outcomes)
         full = depth == self.table.shape.lookahead
         kind = np.where(full, ProposalKind.HIT, ProposalKind.EMPTY).astype(np.int32)
         return Proposals(np.where(full, depth, -1).astype(np.int32), tokens, kind)
@@ -63,9 +70,8 @@ class VerifierChannel(ABC):
         deadline = time.monotonic() + timeout
         while len(missing):
             self.refresh()
-            address = _address(outcomes[missing])
-            table_depth, table_tokens = self.table.read(*address)
-            reply_depth, reply_tokens = self.table.read_reply(*address)
+            table_depth, table_tokens = self._read_table(outcomes[missing])
+            reply_depth, reply_tokens = self.table.read_reply(*_address(outcomes[missing]))
             was_started[missing] |= table_depth >= 0
             full = table_depth == self.table.shape.lookahead
             replied = reply_depth >= 0
@@ -79,6 +85,12 @@ class VerifierChannel(ABC):
                 break
         kind[depth == 0] = ProposalKind.EMPTY
         return Proposals(depth, tokens, kind)
+
+    def _read_table(self, outcomes: NDArray[np.void]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """`SpeculationTable.read`, absent where padding was accepted: the table continues the speculator's tokens."""
+        depth, tokens = self.table.read(*_address(outcomes))
+        depth[outcomes["num_accepted"] > outcomes["num_sent"]] = -1
+        return depth, tokens
 
 
 class SpeculatorChannel(ABC):
@@ -98,7 +110,18 @@ class SpeculatorChannel(ABC):
     def close(self) -> None:
         """Release everything this end owns."""
 
-    # Publishing: same meaning and arguments as the methods of `SpeculationTable`.
+    def set_sleeping(self, sleeping: bool) -> None:  # noqa: B027 - a transport that needs none inherits this one
+        """Whether the verifier must ring the doorbell when it posts.
+
+        Before a sleep: say True, look at `pending` once more, sleep (bounded), say False.  Transports
+        whose posts wake the speculator anyhow ignore it.
+        """
+
+    def beat(self) -> None:  # noqa: B027 - a transport that needs none inherits this one
+        """Show the verifier that the thread that serves this channel is alive. Cheap; at least every second."""
+
+    # Publishing: same meaning and arguments as the methods of `SpeculationTable`.  The defaults write to
+    # `table`; transports without shared memory have no table and override all four.
 
     def begin(self, slots: NDArray[np.integer], rounds: NDArray[np.integer], keys: NDArray[np.int64]) -> None:
         self.table.begin(slots, rounds, keys)
@@ -131,7 +154,7 @@ class SpeculatorChannel(ABC):
     ) -> None:
         self.table.reply(slots, generations, rounds, keys, depths, tokens)
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - a transport that needs none inherits this one
         """Send what was published since the last flush (transports without shared memory)."""
 
 

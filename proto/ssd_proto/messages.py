@@ -7,7 +7,12 @@ A verifier says `Hello` and gets `Welcome` or `Refusal`.  It then maps the offer
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Incarnation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Random number that names one connection (verifier) or one start (service); see `ssd_proto.host.new_incarnation`."""
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, array_like=True):
@@ -25,8 +30,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     """Verifier -> service: first message of a connection; each connection has a new incarnation."""
 
     version: int
-    incarnation: int
-    """Random 63-bit number."""
+    incarnation: Incarnation
     name: str
     """For logs: host and process of the verifier."""
     host: str
@@ -43,19 +47,19 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """Verifier -> service: the data channel is mapped (shared memory may lose its name now)."""
 
-    incarnation: int
+    incarnation: Incarnation
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Verifier -> service: still here."""
 
-    incarnation: int
+    incarnation: Incarnation
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """Verifier -> service: close all sequences and the data channel."""
 
-    incarnation: int
+    incarnation: Incarnation
 
 
 class InfoRequest(msgspec.Struct, frozen=True, tag="info"):
@@ -79,7 +83,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Service -> verifier: accepted."""
 
     version: int
-    incarnation: int
+    incarnation: Incarnation
     """The service's own; another one means that the service was restarted."""
     draft: ModelFingerprint
     lookahead: int
@@ -101,7 +105,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Service -> verifier. ``known`` is false if the verifier must say `Hello` again."""
 
-    incarnation: int
+    incarnation: Incarnation
     known: bool
 
 
@@ -109,7 +113,7 @@ class Info(msgspec.Struct, frozen=True, tag="info"):
     """Service -> anybody."""
 
     version: int
-    incarnation: int
+    incarnation: Incarnation
     draft: ModelFingerprint
     lookahead: int
     fan_out: list[int]
@@ -117,6 +121,8 @@ class Info(msgspec.Struct, frozen=True, tag="info"):
     context_length: int
     device: str
     channels: list[str]
+    num_verifiers: int
+    """Attached verifiers."""
 
 
 ServiceMessage = Welcome | Refusal | Pong | Info

@@ -24,7 +24,7 @@ _CHECK, _DEPTH, _TOKENS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """Sizes of a table. All positive."""
+    """Sizes of a table. All positive, but ``num_outcomes`` may be 0: then there are replies only."""
 
     num_slots: int
     num_outcomes: int
@@ -58,7 +58,7 @@ class SpeculationTable:
         words = np.frombuffer(buffer, np.int64, shape.nbytes // 8)
         self._keys: NDArray[np.int64] = words[:num_keys].reshape(shape.keys)
         self._entries: NDArray[np.int64] = words[num_keys:].reshape(shape.entries)
-        self._seed = np.uint64(incarnation & 0xFFFF_FFFF_FFFF_FFFF)
+        self._seed = _mixed(np.array([incarnation & 0xFFFF_FFFF_FFFF_FFFF], np.uint64))[0]
         self._weights = _odd_weights(3 + shape.lookahead)
 
     # -- speculator side ---------------------------------------------------------------------------
@@ -117,9 +117,9 @@ class SpeculationTable:
         Returns depth [b] (-1 where absent, stale or torn) and tokens [b, K].  Never waits.
         """
         match = self._keys[slots, rounds & 1] == keys[:, None]  # [b, num_outcomes]
-        columns = match.argmax(axis=1)
+        columns = match.argmax(axis=1) if match.shape[1] else np.zeros(len(slots), np.intp)
         depth, tokens = self._read_columns(slots, generations, rounds, keys, columns)
-        depth[~match[np.arange(len(slots)), columns]] = -1
+        depth[~match.any(axis=1)] = -1
         return depth, tokens
 
     def read_reply(
@@ -157,9 +157,8 @@ class SpeculationTable:
     ) -> NDArray[np.int64]:
         stamp = (np.asarray(generations, np.int64) << 32) | np.asarray(rounds, np.int64)
         words = np.concatenate([stamp[:, None], keys[:, None], entries[:, _DEPTH:]], axis=1).view(np.uint64)
-        mixed = (words ^ (words >> np.uint64(29))) * self._weights
-        total = mixed.sum(axis=1, dtype=np.uint64) ^ self._seed
-        return (total ^ (total >> np.uint64(32)) | np.uint64(1)).view(np.int64)  # never 0: zeroed memory is absent
+        total: NDArray[np.uint64] = ((words ^ (words >> np.uint64(29))) * self._weights).sum(axis=1) + self._seed
+        return (total | np.uint64(1)).view(np.int64)  # never 0: zeroed memory is absent
 
 
 def empty_keys(batch_size: int, num_outcomes: int) -> NDArray[np.int64]:
@@ -168,7 +167,13 @@ def empty_keys(batch_size: int, num_outcomes: int) -> NDArray[np.int64]:
 
 
 def _odd_weights(count: int) -> NDArray[np.uint64]:
+    """Unrelated weights: with related ones (1, 2, 3 ... times a constant) token runs exist that sum up alike."""
     golden = np.uint64(0x9E37_79B9_7F4A_7C15)
-    with np.errstate(over="ignore"):
-        weights: NDArray[np.uint64] = (np.arange(1, count + 1, dtype=np.uint64) * golden) | np.uint64(1)
-    return weights
+    return _mixed(np.arange(1, count + 1, dtype=np.uint64) * golden) | np.uint64(1)
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit words in which every bit of the result hangs on every bit of the argument."""
+    for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,82 @@
+"""What must agree between target and draft, read from a model's files, and the sentence for when it does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ssd_proto.errors import ConfigError
+from ssd_proto.messages import ModelFingerprint
+
+
+@lru_cache
+def fingerprint(model_path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelFingerprint:
+    """Fingerprint of a model directory or Hugging Face hub name.
+
+    Raises `ConfigError` if there is no such model or its configuration cannot be read.
+    """
+    config = _model_config(model_path, revision)
+    text = config.get("text_config") or config
+    vocab_size = text.get("vocab_size") or config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"the model at {model_path!r} states no vocab_size in its config.json; give a language model")
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    return ModelFingerprint(
+        model_path, architecture, vocab_size, _tokenizer_digest(model_path, revision, trust_remote_code)
+    )
+
+
+def mismatch(target: ModelFingerprint, draft: ModelFingerprint) -> str | None:
+    """Why ``draft`` cannot speculate for ``target``, in one sentence that says what to change; None if it can."""
+    change = "give a draft model of the target's own family"
+    if target.vocab_size != draft.vocab_size and not (target.tokenizer and target.tokenizer == draft.tokenizer):
+        return (
+            f"the draft model {draft.path!r} has {draft.vocab_size} tokens and the target {target.path!r} "
+            f"has {target.vocab_size}: {change}"
+        )
+    if target.tokenizer and draft.tokenizer and target.tokenizer != draft.tokenizer:
+        return f"the draft model {draft.path!r} has another tokenizer than the target {target.path!r}: {change}"
+    return None
+
+
+def _model_config(model_path: str, revision: str | None) -> dict[str, Any]:
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        file = path / "config.json"
+    else:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(model_path, "config.json", revision=revision))
+        except Exception as error:  # the hub raises many kinds; all mean that there is no such model
+            raise ConfigError(f"there is no model at {model_path!r}, neither here nor on the hub") from error
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the configuration of the model at {model_path!r} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"the config.json of the model at {model_path!r} holds no object; give a complete model")
+    return config
+
+
+def _tokenizer_digest(model_path: str, revision: str | None, trust_remote_code: bool) -> str:
+    file = Path(model_path).expanduser() / "tokenizer.json"
+    if file.is_file():  # the common case, without the seconds that importing transformers takes
+        from tokenizers import Tokenizer
+
+        vocabulary: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab()
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                model_path, revision=revision, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError):  # no tokenizer beside the model: then it is not compared
+            return ""
+        vocabulary = tokenizer.get_vocab()
+    entries = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()

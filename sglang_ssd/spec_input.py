@@ -1,0 +1,105 @@
+"""What travels from round to round inside SGLang, and the chain that a round verifies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
+from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+class SSDDraftInput(SpecInput):
+    """The bonus tokens of the last round: committed, sampled, their KV not yet written.
+
+    ``bonus_tokens`` [b] int; with overlap scheduling SGLang carries them in its future map and here are
+    only ``future_indices`` [b].  The remaining attributes are read by SGLang's relay and always None.
+    """
+
+    topk_p = topk_index = hidden_states = draft_probs = dsa_topk_indices = None
+
+    def __init__(self, bonus_tokens: torch.Tensor | None = None, future_indices: torch.Tensor | None = None) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.bonus_tokens = bonus_tokens
+        self.future_indices = future_indices
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: torch.Tensor | None = None) -> None:
+        """Keep the rows ``new_indices``."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            assert self.bonus_tokens is not None
+            self.bonus_tokens = self.bonus_tokens[new_indices]
+
+    def merge_batch(self, other: SSDDraftInput) -> None:
+        """Append the rows of another batch."""
+        if self.future_indices is not None:
+            assert other.future_indices is not None
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+        else:
+            assert self.bonus_tokens is not None and other.bonus_tokens is not None
+            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+
+
+class ChainBuilder:
+    """Makes the `EagleVerifyInput` of a chain (a tree with one leaf): bonus, s_1..s_K at seq_len..seq_len+K."""
+
+    def __init__(self, lookahead: int, max_batch_size: int, device: str, target_worker: TpModelWorker) -> None:
+        self._lookahead = lookahead
+        self._device = device
+        self._target_worker = target_worker
+        width = lookahead + 1
+        self._steps = torch.arange(width, device=device)
+        self._next_token = torch.cat([self._steps[1:], self._steps.new_full((1,), -1)])
+        self._causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        # The degenerate tree of a chain, as SGLang's tree builder wants it (its own top-k 1 fast path).
+        parents = lookahead if lookahead > 1 else 0
+        self._parents = torch.arange(-1, parents - 1, device=device).repeat(max_batch_size, 1)
+        self._scores = torch.arange(lookahead, device=device).repeat(max_batch_size, 1)
+
+    def build(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
+        """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation."""
+        if self._device == "cpu":
+            return self._build_on_cpu(batch, bonus, drafts)
+        batch_size = drafts.shape[0]
+        return build_eagle_verify_input(
+            batch,
+            SSDDraftInput(bonus),
+            self._parents[:batch_size],
+            self._scores[:batch_size],
+            drafts,
+            None,
+            target_worker=self._target_worker,
+            topk=1,
+            num_steps=self._lookahead,
+            num_draft_tokens=self._lookahead + 1,
+            tree_mask_mode=default_tree_mask_mode(),
+            device=self._device,
+        )
+
+    def _build_on_cpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
+        # Plain tensor calls: the tree builder's loops over rows would cost more than the whole rest.
+        batch_size, width = drafts.shape[0], self._lookahead + 1
+        chain = torch.cat([bonus.to(torch.int64).unsqueeze(1), drafts], 1)
+        return EagleVerifyInput(
+            draft_token=chain.flatten(),
+            custom_mask=self._causal.expand(batch_size, width, width).reshape(-1),
+            positions=(batch.seq_lens.unsqueeze(1) + self._steps).flatten().to(torch.int64),
+            retrieve_index=torch.arange(batch_size * width).view(batch_size, width),
+            retrieve_next_token=self._next_token.repeat(batch_size, 1),
+            retrieve_next_sibling=torch.full((batch_size, width), -1),
+            retrieve_cum_len=None,
+            spec_steps=self._lookahead,
+            topk=1,
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            seq_lens_sum=None,
+            seq_lens_cpu=None,
+        )

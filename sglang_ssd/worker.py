@@ -1,0 +1,154 @@
+"""The verifier: SGLang's speculative worker that gets its drafts from the speculator service.
+
+A round (`SSDWorker._verify`): take the speculations that follow from the last outcome, verify them with
+one target forward through SGLang's own EAGLE verification (a chain is a tree with one leaf), hand the
+new outcome to the speculator.  There is no draft model and no draft memory in this process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
+from sglang.srt.speculative.spec_utils import get_plan_stream
+
+from sglang_ssd.handoff import Handoff
+from sglang_ssd.spec_input import ChainBuilder, SSDDraftInput
+from sglang_ssd.speculation import Speculation, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.server_args import ServerArgs
+
+
+class SSDWorker(BaseSpecWorker):
+    """One per TP rank. Rank 0 talks to the speculator and broadcasts the drafts to the others."""
+
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
+        super().__init__()
+        self._server_args = server_args
+        self._target_worker = target_worker
+        self._device: str = get_device().device
+        self._lookahead: int = get_spec().speculative_num_steps
+        self._tp_group = get_parallel().tp_group
+        self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
+        self._speculation: Speculation | None = None  # rank 0 only
+
+    # -- what SGLang asks of a speculative worker --------------------------------------------------
+
+    @property
+    def draft_worker(self) -> None:
+        """There is none in this process."""
+        return None
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        """Take SGLang's pools, and connect: the number of slots is known only now."""
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        max_slots = req_to_token_pool.req_to_token.shape[0]
+        self._chains = ChainBuilder(self._lookahead, max_slots, self._device, self._target_worker)
+        self._handoff = Handoff(self._device, max_slots, self._lookahead)
+        if self._tp_group.rank_in_group == 0:
+            model = self._target_worker.model_runner.model_config
+            self._speculation = connect(
+                self._server_args, self._lookahead, max_slots, model.context_len, model.vocab_size
+            )
+            _close_freed_slots(req_to_token_pool, self._speculation)
+
+    def clear_cache_pool(self) -> None:
+        """``flush_cache``: SGLang is idle and forgets everything, so do we."""
+        if self._speculation is not None:
+            self._speculation.close_all()
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Run one batch: prefill, or one round of speculative decoding."""
+        self._hand_over()
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            result = self._prefill(batch)
+        else:
+            result = self._verify(batch, grammar_barrier)
+        if self._device == "cpu":
+            self._hand_over()  # the outcome is here already: the speculator need not wait for the next batch
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    # -- helpers, in call order --------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Give the outcome of the latest forward to the speculator (the only host synchronisation)."""
+        if self._speculation is not None and (outcome := self._handoff.finish()) is not None:
+            self._speculation.outcome(outcome)
+
+    def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        slots = batch.req_pool_indices_cpu.numpy()
+        if self._speculation is not None:
+            # Before the target's forward, so that both prefills overlap and the first round can hit.
+            self._speculation.open(slots, batch.reqs)
+        result = self._target_worker.forward_batch_generation(batch)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids)
+        # A middle chunk samples a token, too; it means nothing.
+        rows = [row for row, req in enumerate(batch.reqs) if req is not batch.chunked_req]
+        if self._speculation is not None and rows:
+            lengths = np.array([len(batch.reqs[r].origin_input_ids) + len(batch.reqs[r].output_ids) for r in rows])
+            self._handoff.begin_prefill(result.next_token_ids, rows, slots[rows], lengths)
+        return result
+
+    def _verify(self, batch: ScheduleBatch, grammar_barrier: Any) -> GenerationBatchResult:
+        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, self._drafts(batch))
+        result = run_eagle_verify(
+            batch,
+            target_worker=self._target_worker,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            plan_stream=self._plan_stream,
+            plan_stream_ctx=self._plan_stream_ctx,
+            topk=1,
+            num_draft_tokens=self._lookahead + 1,
+            device=self._device,
+            metadata_ready_pre_pad=False,
+            finalize_tree_path=True,
+            grammar_barrier=grammar_barrier,
+        )
+        bonus = result.next_draft_input.bonus_tokens
+        result.next_draft_input = SSDDraftInput(bonus_tokens=bonus)
+        if self._speculation is not None:
+            self._handoff.begin_round(result.accept_lens, bonus, batch.req_pool_indices_cpu.numpy())
+        return result
+
+    def _drafts(self, batch: ScheduleBatch) -> torch.Tensor:
+        """Drafts of the round, [b, K] int64 on the target's device, the same on every rank."""
+        if self._speculation is not None:
+            drafts = self._speculation.speculate(batch.req_pool_indices_cpu.numpy(), batch.reqs)
+            staged = self._handoff.stage(drafts)
+        else:
+            staged = torch.empty((len(batch.reqs), self._lookahead), dtype=torch.int64, device=self._device)
+        # Missing drafts travel as data, too: no rank ever waits for one that has none.
+        return self._tp_group.broadcast(staged, src=0) if self._tp_group.world_size > 1 else staged
+
+
+def _close_freed_slots(pool: Any, speculation: Speculation) -> None:
+    """SGLang frees a request's row on every path of its end: finish, abort, retraction, death at prefill."""
+    free_rows = pool.free_rows
+
+    def free_rows_and_close(indices: list[int]) -> None:
+        free_rows(indices)
+        speculation.close(indices)
+
+    pool.free_rows = free_rows_and_close

@@ -1,0 +1,97 @@
+"""Who gets a row of the draft engine, and room for its KV."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speculator_service.draft.base import DraftModel
+from speculator_service.rows import Phase, Rows
+from speculator_service.sessions import NO_ROW, Verifier, WaitingSequence
+
+_RESERVE_AHEAD = 128
+"""Trunk positions asked for at a time, so that most rounds ask for none."""
+
+
+class Admission:
+    """Gives rows to sequences, first come, first served; one that does not fit does not hold up the others."""
+
+    def __init__(self, engine: DraftModel, rows: Rows) -> None:
+        self._engine, self._rows = engine, rows
+        self._queue: dict[tuple[int, int], Verifier] = {}  # (verifier number, slot) in order of arrival
+        self._room_changed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without row."""
+        return len(self._queue)
+
+    def enqueue(self, verifier: Verifier, slot: int, sequence: WaitingSequence) -> None:
+        """Serve a sequence as soon as there is room, at once if possible. One too long for the draft is lost."""
+        if len(sequence.tokens) >= self._rows.context_length or self._admit(verifier, slot, sequence):
+            return
+        verifier.waiting[slot] = sequence
+        self._queue[verifier.number, slot] = verifier
+
+    def admit_waiting(self) -> None:
+        """Give room that has become free since the last call to those who wait."""
+        if not self._room_changed:
+            return
+        self._room_changed = False
+        for (number, slot), verifier in list(self._queue.items()):
+            sequence = verifier.waiting[slot]
+            too_long = len(sequence.tokens) >= self._rows.context_length
+            if too_long or self._admit(verifier, slot, sequence):
+                del verifier.waiting[slot], self._queue[number, slot]
+
+    def lose(self, verifier: Verifier, slots: NDArray[np.int64]) -> None:
+        """Give back what sequences hold and serve them no more. They stay open."""
+        rows = verifier.row[slots]
+        rows = rows[rows != NO_ROW]
+        for row in rows.tolist():
+            self._engine.release(row)
+            self._room_changed = True
+        self._rows.vacate(rows)
+        verifier.row[slots] = NO_ROW
+        for slot in verifier.waiting.keys() & set(slots.tolist()):
+            del verifier.waiting[slot], self._queue[verifier.number, slot]
+
+    def reserve(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Make room for the next round of ``rows``; returns those for which there is none."""
+        state = self._rows
+        span = state.span(state.committed[rows])
+        short = span > state.reserved[rows]
+        failed = [
+            row
+            for row, need in zip(rows[short].tolist(), span[short].tolist(), strict=True)
+            if not self._grow(row, need)
+        ]
+        return np.array(failed, np.int64)
+
+    def evict(self, verifier: Verifier, row: int) -> None:
+        """Take its row from a sequence, which waits for another one."""
+        state, slot = self._rows, int(self._rows.slot[row])
+        text = state.text[row, : state.committed[row]].copy()
+        sequence = WaitingSequence(int(state.generation[row]), int(state.round[row]), text)
+        self.lose(verifier, np.array([slot]))
+        verifier.waiting[slot] = sequence
+        self._queue[verifier.number, slot] = verifier
+
+    def _admit(self, verifier: Verifier, slot: int, sequence: WaitingSequence) -> bool:
+        free = self._rows.in_phase(Phase.FREE)
+        if not len(free):
+            return False
+        row, span = int(free[0]), int(self._rows.span(len(sequence.tokens)))
+        if not self._engine.reserve(row, span):
+            return False
+        self._rows.occupy(row, verifier.number, slot, sequence.generation, sequence.round, sequence.tokens)
+        self._rows.reserved[row] = span
+        verifier.row[slot] = row
+        return True
+
+    def _grow(self, row: int, need: int) -> bool:
+        for length in (min(need + _RESERVE_AHEAD, self._rows.context_length), need):
+            if self._engine.reserve(row, length):
+                self._rows.reserved[row] = length
+                return True
+        return False

@@ -1,0 +1,207 @@
+"""The draft engine: :class:`DraftModel` on a real model, for CPU and CUDA alike.
+
+The cells are counted on the host (:class:`CellTable`); how a step reaches the model depends on the device and is the
+business of one of the two paths below.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from speculator_service.draft.aliased_rows import AliasedRows, upload
+from speculator_service.draft.base import BranchStep
+from speculator_service.draft.cells import CellTable
+from speculator_service.draft.config import DraftConfig
+from speculator_service.draft.trunk_attention import plan_decode, plan_extend
+from ssd_proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculator_service.draft.runner import DraftRunner
+
+_WORTH_COMPUTING = 0.75
+"""Share of used branches above which computing the dead rows costs less than copying the logits past them."""
+
+
+def load_engine(config: DraftConfig) -> DraftEngine:
+    """Check the configuration, load the model, make the engine. To be called once in a process.
+
+    Raises:
+        ConfigError: the configuration cannot work; where possible before weights are read.
+    """
+    config = config.resolved()
+    from speculator_service.draft.runner import load_runner  # imports SGLang: seconds
+
+    return DraftEngine(load_runner(config), config)
+
+
+class DraftEngine:
+    """Implements :class:`DraftModel`. All calls from one thread.
+
+    Logits are on the model's device and stay valid until the next call; ``step``, ``extend_one`` and ``adopt`` do not
+    wait for the device.
+
+    Raises (constructor):
+        ConfigError: the model's pool is smaller than the configuration needs.
+    """
+
+    def __init__(self, runner: DraftRunner, config: DraftConfig) -> None:
+        assert config.context_length is not None, "the configuration is not resolved"
+        self.vocab_size = runner.vocab_size
+        self.max_slots = config.max_slots
+        self.num_branches = config.num_branches
+        self.lookahead = config.lookahead
+        self.context_length = config.context_length
+        numbers = runner.take_cells()
+        least = config.num_branches * config.lookahead + min(64, config.context_length)
+        if len(numbers) < least:
+            raise ConfigError(
+                f"There is memory for {len(numbers)} KV cells of the draft model, one sequence with its branches needs "
+                f"at least {least}; free memory on {config.device} or lower the fan-out or K."
+            )
+        self._cells = CellTable(numbers, config.max_slots, config.num_branches, config.lookahead, config.context_length)
+        path = _SharedTrunkPath if config.attention_backend == "shared_trunk" else _RowsPath
+        self._path: _ForwardPath = path(runner, self._cells)
+
+    @property
+    def free_tokens(self) -> int:
+        """KV cells that no slot holds."""
+        return self._cells.num_free
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Make room for trunk positions [0, length); see :class:`DraftModel`."""
+        return self._cells.reserve(slot, length)
+
+    def release(self, slot: int) -> None:
+        """Give back everything the slot holds. Releasing an empty slot does nothing."""
+        self._cells.release(slot)
+        self._path.released(slot)
+
+    def extend(self, slot: int, start: int, tokens: NDArray[np.integer]) -> torch.Tensor:
+        """Compute trunk positions [start, start + len(tokens)); returns the last position's logits [V]."""
+        if len(tokens) == 0 or start + len(tokens) > self._cells.held_by(slot):
+            raise ValueError(f"slot {slot}: positions [{start}, {start + len(tokens)}) are empty or not reserved")
+        return self._path.extend(slot, start, np.asarray(tokens, np.int64))
+
+    def extend_one(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Compute one trunk position of each of b different slots (all arguments [b]); returns logits [b, V]."""
+        live, depth = np.ones((len(slots), 1), np.bool_), np.zeros((len(slots), 1), np.int64)
+        return self.step(BranchStep(slots, tokens[:, None], positions[:, None], depth, live))[:, 0]
+
+    def step(self, step: BranchStep) -> torch.Tensor:
+        """Run one step over all live rows; returns logits [b, G, V] (dead rows: anything finite).
+
+        Raises:
+            ValueError: a live row lies beyond the context length, or row 0 beyond the reserved positions.
+        """
+        trunk = step.prefix[:, 0]
+        beyond = (step.live & (step.prefix + step.depth >= self.context_length)).any()
+        if beyond or (step.live[:, 0] & (trunk >= self._cells.held_by(step.slots))).any():
+            raise ValueError("a row of the step lies beyond the context length or the reserved positions")
+        return self._path.step(step)
+
+    def adopt(
+        self,
+        slots: NDArray[np.int64],
+        branches: NDArray[np.int64],
+        prefix: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> None:
+        """Trunk positions [prefix, prefix + count) become the first ``count`` cells of the branch; all [b]."""
+        self._cells.adopt(slots, branches, prefix, counts)
+        self._path.adopted(slots, branches, prefix)
+
+
+class _ForwardPath(Protocol):
+    """How steps reach the model."""
+
+    def extend(self, slot: int, start: int, tokens: NDArray[np.int64]) -> torch.Tensor: ...
+
+    def step(self, step: BranchStep) -> torch.Tensor: ...
+
+    def adopted(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None: ...
+
+    def released(self, slot: int) -> None: ...
+
+
+class _SharedTrunkPath:
+    """Uniform [b, G] rows with own attention (CPU)."""
+
+    def __init__(self, runner: DraftRunner, cells: CellTable) -> None:
+        self._runner, self._cells = runner, cells
+
+    def extend(self, slot: int, start: int, tokens: NDArray[np.int64]) -> torch.Tensor:
+        plan = plan_extend(self._cells, slot, start, len(tokens))
+        return self._runner.extend(torch.from_numpy(tokens), plan.written, row=0, start=start, plan=plan)
+
+    def step(self, step: BranchStep) -> torch.Tensor:
+        used = step.live.any(0)
+        if used.mean() > _WORTH_COMPUTING:
+            return self._uniform(step, np.arange(used.size))
+        # Most branches are dead in every slot, as in the last step of a round: leave them out.
+        branches = np.nonzero(used)[0]
+        logits = self._uniform(BranchStep(step.slots, *(field[:, branches] for field in step[1:])), branches)
+        out = logits.new_zeros(*step.live.shape, logits.shape[-1])
+        return out.index_copy_(1, torch.from_numpy(branches), logits)
+
+    def _uniform(self, step: BranchStep, branches: NDArray[np.int64]) -> torch.Tensor:
+        """``branches`` [G]: which branch each column of the step is, 0 for the trunk."""
+        slots, tokens, prefix, depth, live = step
+        plan = plan_decode(self._cells, slots, branches, prefix, depth, live)
+        positions = torch.from_numpy(np.where(live, prefix + depth, 0).reshape(-1))
+        inputs = torch.from_numpy(np.where(live, tokens, 0).reshape(-1))
+        rows = torch.zeros_like(positions)
+        logits = self._runner.decode(inputs, positions, plan.written, rows, positions + 1, plan)
+        return logits.view(*tokens.shape, -1)
+
+    def adopted(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None:
+        """Nothing to do: every plan is made from the cell table."""
+
+    def released(self, slot: int) -> None:
+        """Nothing to do."""
+
+
+class _RowsPath:
+    """Live rows only, through SGLang's decode backend and its CUDA graphs."""
+
+    def __init__(self, runner: DraftRunner, cells: CellTable) -> None:
+        self._runner, self._cells = runner, cells
+        shape = cells.own.shape[:2]
+        ids = runner.take_rows(shape[0] * shape[1]).reshape(shape)
+        self._rows = AliasedRows(cells, runner.block_table, ids)
+
+    def extend(self, slot: int, start: int, tokens: NDArray[np.int64]) -> torch.Tensor:
+        end = start + len(tokens)
+        trunk = np.zeros(1, np.int64)
+        self._rows.sync(np.array([slot]), trunk, np.array([end]))
+        inputs, cells = upload(self._runner.device, tokens, self._cells.trunk[slot, start:end])
+        return self._runner.extend(inputs, cells, row=int(self._rows.row_ids[slot, 0]), start=start)
+
+    def step(self, step: BranchStep) -> torch.Tensor:
+        b, branch = np.nonzero(step.live)
+        slots = step.slots[b]
+        prefix, depth = step.prefix[b, branch], step.depth[b, branch]
+        is_trunk = branch == 0
+        positions = prefix + depth
+        cells = np.where(is_trunk, self._cells.trunk[slots, positions], self._cells.own[slots, branch, depth])
+        self._rows.sync(slots, branch, prefix + is_trunk)
+        inputs, at, written, rows = upload(
+            self._runner.device, step.tokens[b, branch], positions, cells, self._rows.row_ids[slots, branch]
+        )
+        logits = self._runner.decode(inputs, at, written, rows, torch.from_numpy(positions + 1))
+        if step.live.all():
+            return logits.view(*step.live.shape, -1)
+        out = logits.new_zeros(step.live.size, logits.shape[-1])
+        (index,) = upload(self._runner.device, b * step.live.shape[1] + branch)
+        return out.index_copy_(0, index, logits).view(*step.live.shape, -1)
+
+    def adopted(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None:
+        self._rows.adopted(slots, branches, prefix)
+
+    def released(self, slot: int) -> None:
+        self._rows.released(slot)

@@ -1,0 +1,290 @@
+"""The only module of the service that imports SGLang: a model on its ModelRunner, and batches built by hand.
+
+Everything used here is internal to SGLang 0.5.23 and may move in any other version. A process can hold one runner:
+SGLang keeps its configuration and its parallel groups in globals. All calls must come from one thread.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+from sglang.srt.plugins import load_plugins
+
+# Before anything else of SGLang is imported: without a GPU the plugin supplies operators that SGLang looks up then.
+load_plugins()
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import bootstrap
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.moe import initialize_moe_config
+from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import SpawnRanks, get_device, get_model, publish, spawn_world_rank
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from speculator_service.draft.config import DraftConfig
+from speculator_service.draft.trunk_attention import AttentionPlan, attend
+from ssd_proto.errors import ConfigError
+
+
+class DraftRunner:
+    """One model with its KV cells and block table; made by :func:`load_runner`.
+
+    ``device``: where token ids and cells are expected and logits are returned.
+    """
+
+    def __init__(self, runner: ModelRunner, planned: PlannedAttention | None) -> None:
+        self._runner = runner
+        self._planned = planned
+        self.device = torch.device(runner.device if runner.device == "cpu" else f"{runner.device}:{runner.gpu_id}")
+        self.vocab_size = int(runner.model_config.vocab_size)
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """[rows, context_length] int32: the cells of each row by position. Row 0 is padding."""
+        table: torch.Tensor = self._runner.req_to_token_pool.req_to_token
+        return table
+
+    def take_cells(self) -> NDArray[np.int64]:
+        """All KV cells there are, for the caller to hand out. Waits for the device."""
+        allocator = self._runner.token_to_kv_pool_allocator
+        cells: NDArray[np.int64] = allocator.alloc(allocator.available_size()).cpu().numpy()
+        return cells
+
+    def take_rows(self, count: int) -> NDArray[np.int64]:
+        """``count`` rows of the block table."""
+        rows = self._runner.req_to_token_pool.alloc_rows(count)
+        if rows is None:
+            raise ConfigError(f"SGLang gave fewer than the {count} rows asked for; lower max_slots or the fan-out.")
+        return np.array(rows, np.int64)
+
+    def kv_buffers(self) -> list[torch.Tensor]:
+        """Keys and values of every layer, [cells + 1, heads, D] each."""
+        pool = self._runner.token_to_kv_pool
+        return [*pool.k_buffer, *pool.v_buffer]
+
+    @torch.inference_mode()
+    def extend(
+        self, tokens: torch.Tensor, cells: torch.Tensor, *, row: int, start: int, plan: AttentionPlan | None = None
+    ) -> torch.Tensor:
+        """Positions [start, start + n) of one sequence; tokens and cells [n]; logits [V] of the last position.
+
+        With the shared-trunk attention ``plan`` is needed and ``row`` is not read.
+        """
+        n, total = len(tokens), start + len(tokens)
+        device = self.device
+        positions = torch.arange(start, total, device=device)
+        lengths = torch.tensor([total])
+        batch = self._batch(
+            ForwardMode.EXTEND,
+            tokens,
+            positions,
+            cells,
+            torch.tensor([row], device=device),
+            lengths.to(device),
+            lengths,
+            extend_num_tokens=n,
+            extend_seq_lens=torch.tensor([n], dtype=torch.int32, device=device),
+            extend_prefix_lens=torch.tensor([start], dtype=torch.int32, device=device),
+            extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
+            extend_prefix_lens_cpu=[start],
+            extend_seq_lens_cpu=[n],
+            extend_logprob_start_lens_cpu=[0],
+        )
+        return self._forward(batch, plan)[0]
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cells: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        plan: AttentionPlan | None = None,
+    ) -> torch.Tensor:
+        """One token for each of n rows; logits [n, V], valid until the next call.
+
+        All arguments are [n] int64 on the device, except ``lengths`` (position + 1) which is on the host. With the
+        shared-trunk attention ``plan`` is needed and ``rows`` are not read. Does not wait for the device.
+        """
+        return self._forward(
+            self._batch(ForwardMode.DECODE, tokens, positions, cells, rows, positions + 1, lengths), plan
+        )
+
+    def _batch(
+        self,
+        mode: ForwardMode,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cells: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        lengths_cpu: torch.Tensor,
+        **extend: object,
+    ) -> ForwardBatch:
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(rows),
+            input_ids=tokens,
+            req_pool_indices=rows,
+            seq_lens=lengths,
+            out_cache_loc=cells,
+            seq_lens_sum=int(lengths_cpu.sum()),
+            seq_lens_cpu=lengths_cpu,
+            orig_seq_lens=lengths.to(torch.int32),
+            positions=positions,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            spec_algorithm=self._runner.spec_algorithm,
+            **extend,
+        )
+
+    def _forward(self, batch: ForwardBatch, plan: AttentionPlan | None) -> torch.Tensor:
+        runner = self._runner
+        batch._init_num_token_non_padded(device=self.device.type, is_draft_worker=False)
+        if self._planned is None:
+            translator = runner.kv_index_translator
+            translator.own_plan(batch).bind(batch, translator)
+            output = runner.forward(batch).logits_output
+        else:
+            # Not through ModelRunner.forward: copying the batch and choosing a graph, of which there is none on CPU,
+            # is a seventh of a step of a small model.
+            self._planned.plan = plan
+            with (
+                get_model().override(shared_experts=runner.model.shared_experts_config),
+                forward_context(ForwardContext(attn_backend=self._planned), forward_batch=batch),
+            ):
+                output = runner.model.forward(batch.input_ids, batch.positions, batch)
+        logits: torch.Tensor = output.next_token_logits
+        return logits
+
+
+class PlannedAttention(AttentionBackend):
+    """SGLang attention backend that does what the current :class:`AttentionPlan` says."""
+
+    plan: AttentionPlan | None = None
+
+    def __init__(self, pool: MHATokenToKVPool) -> None:
+        super().__init__()
+        self._keys = pool.k_buffer
+        self._values = pool.v_buffer
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to prepare: the plan is made by the caller."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Write all rows' keys and values, then attend; q, k, v are [n, heads * D] or [n, heads, D]."""
+        assert self.plan is not None
+        keys, values = self._keys[layer.layer_id], self._values[layer.layer_id]
+        if save_kv_cache:
+            keys.index_copy_(0, self.plan.written, k.view(-1, *keys.shape[1:]))
+            values.index_copy_(0, self.plan.written, v.view(-1, *values.shape[1:]))
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return attend(q, keys, values, self.plan, scale=layer.scaling, window=layer.sliding_window_size)
+
+
+def load_runner(config: DraftConfig) -> DraftRunner:
+    """Load the model of a resolved configuration. To be called once in a process.
+
+    Raises:
+        ConfigError: SGLang cannot serve this model in the way the engine needs it.
+    """
+    args = ServerArgs(**_server_arguments(config))
+    args.resolve_once()
+    ports = PortArgs.init_new(args)
+    rank = spawn_world_rank(args, tp_rank=0, pp_rank=0)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=config.gpu_id))
+    initialize_moe_config()
+    initialize_fp8_gemm_config()
+    initialize_bf16_gemm_config()
+    initialize_fp4_gemm_config()
+    model_config = ModelConfig.from_server_args(args)
+    bootstrap.init_parallel_runtime(server_args=args, device=get_device().device, dist_port=ports.nccl_port)
+    bootstrap.init_layer_runtime(model_config=model_config)
+    runner = ModelRunner(
+        model_config=model_config,
+        mem_fraction_static=resolving_view(args).mem_fraction_static,
+        gpu_id=config.gpu_id,
+        nccl_port=ports.nccl_port,
+        server_args=args,
+    )
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    if config.device_type == "cpu":
+        torch.set_num_threads(config.num_threads or 1)
+    if runner.page_size != 1:
+        raise ConfigError(
+            f"SGLang uses pages of {runner.page_size} tokens with the attention backend {config.attention_backend}, "
+            "the draft engine needs 1; choose the backend triton."
+        )
+    return DraftRunner(runner, _install_planned(runner) if config.attention_backend == "shared_trunk" else None)
+
+
+def _server_arguments(config: DraftConfig) -> dict[str, object]:
+    shared_trunk = config.attention_backend == "shared_trunk"
+    arguments: dict[str, object] = {
+        "model_path": config.model_path,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "device": config.device_type,
+        "base_gpu_id": config.gpu_id,
+        "dtype": config.dtype,
+        "attention_backend": "torch_native" if shared_trunk else config.attention_backend,
+        "page_size": 1,
+        "max_running_requests": config.max_rows,
+        "max_total_tokens": config.max_total_tokens,
+        "context_length": config.context_length,
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": True,
+        "disable_hybrid_swa_memory": True,
+        "disable_prefill_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "log_level": "warning",
+    }
+    if config.device_type == "cpu":
+        arguments["disable_cuda_graph"] = True
+    else:
+        arguments["cuda_graph_bs_decode"] = graph_sizes(config.max_rows)
+    return arguments
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture decode graphs for: at most an eighth of the rows of a step is padding."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_rows:
+        sizes.append(size)
+        size += max(8, 1 << (size.bit_length() - 4))
+    return [n for n in sizes if n < max_rows] + [max_rows]
+
+
+def _install_planned(runner: ModelRunner) -> PlannedAttention:
+    pool = runner.token_to_kv_pool
+    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    plain = type(pool) is MHATokenToKVPool and pool.k_buffer[0].dtype == runner.dtype
+    if not plain or any(layer.logit_cap for layer in layers):
+        raise ConfigError(
+            "The draft model's attention or KV cache is of a kind that the draft engine has no CPU code for; "
+            "use --device cuda:N or a model of the Llama, Qwen or Gemma3 kind."
+        )
+    planned = PlannedAttention(pool)
+    runner.attn_backend = planned
+    return planned

@@ -1,0 +1,130 @@
+"""Attention for CPU: all rows of a slot share one gather of its trunk, and each layer is one call of SDPA.
+
+A decode backend that works row by row gathers a trunk once per row. Here the keys of a slot are gathered once: the
+trunk, followed by the own cells of all its branches; a mask says which row sees which key. Keys and mask are the
+same in every layer, so they are built once per step (:class:`AttentionPlan`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from speculator_service.draft.cells import CellTable
+
+
+class AttentionPlan:
+    """Who attends to what in one forward of b slots with G rows each, n = b * G."""
+
+    def __init__(
+        self,
+        keys: NDArray[np.int64],
+        key_positions: NDArray[np.int64],
+        query_positions: NDArray[np.int64],
+        allowed: NDArray[np.bool_],
+        written: NDArray[np.int64],
+    ) -> None:
+        """Shapes: keys and key_positions [b, S], query_positions [b, G], allowed [b, G, S], written [b, G]."""
+        self.batch, self.rows = query_positions.shape
+        self.keys = torch.from_numpy(keys.reshape(-1))  # [b * S] cells to gather
+        self.written = torch.from_numpy(written.reshape(-1))  # [n] cell that each row's key and value go to
+        self._key_positions = key_positions
+        self._query_positions = query_positions
+        self._allowed = allowed
+        self._bias: dict[tuple[int, int, torch.dtype], torch.Tensor | None] = {}
+
+    def bias(self, window: int, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[b, 1, G * heads_per_key, S] with 0 and -inf, or None if every row sees every key.
+
+        ``window`` is the distance to the farthest key seen, -1 for no limit.
+        """
+        key = (window, heads_per_key, dtype)
+        if key not in self._bias:
+            self._bias[key] = self._make_bias(window, heads_per_key, dtype)
+        return self._bias[key]
+
+    def _make_bias(self, window: int, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
+        allowed = self._allowed
+        if window >= 0:
+            allowed = allowed & (self._key_positions[:, None, :] >= self._query_positions[:, :, None] - window)
+        if allowed.all():
+            return None
+        bias = torch.zeros(allowed.shape, dtype=dtype)
+        bias.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+        return bias.repeat_interleave(heads_per_key, 1)[:, None]
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, *, scale: float, window: int
+) -> torch.Tensor:
+    """softmax(q k^T * scale + bias) v over the cells of the plan.
+
+    Args:
+        q: [n, heads, D].
+        keys: [cells, key_heads, D], the layer's whole buffer; heads is a multiple of key_heads.
+        values: [cells, key_heads, Dv].
+        plan: cells and mask.
+        scale: factor of the scores.
+        window: distance to the farthest key seen, -1 for no limit.
+
+    Returns:
+        [n, heads * Dv] in the dtype of ``q``.
+    """
+    b, g = plan.batch, plan.rows
+    num_keys, head_dim = keys.shape[1], keys.shape[2]
+    r = q.shape[1] // num_keys
+    # The r query heads of a key head become rows: the keys are then read once for all of them.
+    grouped = q.view(b, g, num_keys, r, head_dim).permute(0, 2, 1, 3, 4).reshape(b, num_keys, g * r, head_dim)
+    gathered_keys = keys.index_select(0, plan.keys).view(b, -1, num_keys, head_dim).transpose(1, 2)
+    gathered_values = values.index_select(0, plan.keys).view(b, -1, num_keys, values.shape[2]).transpose(1, 2)
+    bias = plan.bias(window, r, q.dtype)
+    out = F.scaled_dot_product_attention(grouped, gathered_keys, gathered_values, attn_mask=bias, scale=scale)
+    return out.view(b, num_keys, g, r, -1).permute(0, 2, 1, 3, 4).reshape(b * g, -1)
+
+
+def plan_extend(cells: CellTable, slot: int, start: int, count: int) -> AttentionPlan:
+    """Rows are trunk positions [start, start + count) of one slot, each sees itself and all before."""
+    positions = np.arange(start + count)
+    trunk = cells.trunk[slot, : start + count]
+    queries = positions[None, start:]
+    allowed = positions[None, None, :] <= queries[:, :, None]
+    return AttentionPlan(trunk[None], positions[None], queries, allowed, trunk[None, start:])
+
+
+def plan_decode(
+    cells: CellTable,
+    slots: NDArray[np.int64],
+    branches: NDArray[np.int64],
+    prefix: NDArray[np.int64],
+    depth: NDArray[np.int64],
+    live: NDArray[np.bool_],
+) -> AttentionPlan:
+    """One step; slots [b], branches [G] (0: the trunk's own row), the others [b, G].
+
+    A dead row writes to cell 0 and sees the first key, so that its output is finite.
+    """
+    b, g = prefix.shape
+    is_trunk = branches == 0
+    depth = np.where(live, depth, 0)
+    positions = np.where(live, prefix + depth, 0)
+    extent = np.where(live, prefix + is_trunk, 1)  # trunk keys seen: [0, extent)
+    length, width = max(int(extent.max()), 1), int(depth.max()) + 1
+    own = cells.own[slots[:, None], branches, :width]  # [b, G, W]
+    trunk = cells.trunk[slots, :length]
+    own_positions = np.where(live, prefix, 0)[:, :, None] + np.arange(width)
+    sees_trunk = np.arange(length) < extent[:, :, None]
+    sees_own = np.zeros((b, g, g, width), np.bool_)
+    diagonal = np.arange(g)
+    branch_live = (live & ~is_trunk)[:, :, None]
+    sees_own[:, diagonal, diagonal] = (np.arange(width) <= depth[:, :, None]) & branch_live
+    written = np.take_along_axis(own, depth[:, :, None], 2)[:, :, 0]
+    at_trunk = cells.trunk[slots[:, None], positions]
+    return AttentionPlan(
+        np.concatenate([trunk, own.reshape(b, -1)], 1),
+        np.concatenate([np.broadcast_to(np.arange(length), (b, length)), own_positions.reshape(b, -1)], 1),
+        positions,
+        np.concatenate([sees_trunk, sees_own.reshape(b, g, g * width)], 2),
+        np.where(live, np.where(is_trunk, at_trunk, written), 0),
+    )

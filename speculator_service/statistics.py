@@ -1,0 +1,88 @@
+"""What the speculator counts. Written by the model thread, read by anybody: single numbers, never torn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speculator_service.rows import Settled
+
+
+class OutcomeKind(StrEnum):
+    """What an outcome met. All but the first two are misses, by cause."""
+
+    HIT = "hit"
+    """Prepared, all K tokens."""
+    SHORT_HIT = "short_hit"
+    """Prepared, but cut short: the rest was drafted just in time."""
+    NOT_STARTED = "not_started"
+    """Predicted, but it came before the first token was there."""
+    NOT_PREDICTED = "not_predicted"
+    """Not among the outcomes that were predicted."""
+    UNUSED = "unused"
+    """The verifier had no speculation in time, though its tokens were right."""
+    DIVERGED = "diverged"
+    """The verifier accepted tokens that were not sent to it."""
+    UNSERVED = "unserved"
+    """The sequence waits for room, is still being prefilled, or is lost: an empty speculation."""
+
+
+class StepKind(StrEnum):
+    """What a model step was for."""
+
+    PREFILL = "prefill"
+    DRAFT = "draft"
+    TABLE = "table"
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Totals since start."""
+
+    lookahead: int
+    opened: int = 0
+    closed: int = 0
+    tables: int = 0
+    """Begun."""
+    prefill_tokens: int = 0
+    invalid: int = 0
+    """Records that made no sense: their sequences are lost."""
+    stale: int = 0
+    """Records of sequences that are not open."""
+    channel_errors: int = 0
+    """Verifiers given up because of what they sent."""
+    outcomes: dict[OutcomeKind, int] = field(default_factory=lambda: dict.fromkeys(OutcomeKind, 0))
+    steps: dict[StepKind, int] = field(default_factory=lambda: dict.fromkeys(StepKind, 0))
+    step_seconds: dict[StepKind, float] = field(default_factory=lambda: dict.fromkeys(StepKind, 0.0))
+    accepted: NDArray[np.int64] = field(init=False)
+    """[K + 1] outcomes by number of accepted tokens."""
+    accepted_hits: NDArray[np.int64] = field(init=False)
+    """[K + 1] of these, hits (short or not)."""
+
+    def __post_init__(self) -> None:
+        self.accepted = np.zeros(self.lookahead + 1, np.int64)
+        self.accepted_hits = np.zeros(self.lookahead + 1, np.int64)
+
+    def count_outcomes(self, accepted: NDArray[np.int64], settled: Settled, complete: NDArray[np.bool_]) -> None:
+        """Count outcomes [b] of served sequences; ``complete``: the speculation needed no further draft step."""
+        hit, miss = settled.adopted, ~settled.adopted
+        other = miss & ~settled.kept & ~settled.diverged
+        for kind, rows in (
+            (OutcomeKind.HIT, hit & complete),
+            (OutcomeKind.SHORT_HIT, hit & ~complete),
+            (OutcomeKind.UNUSED, miss & settled.kept),
+            (OutcomeKind.DIVERGED, miss & settled.diverged),
+            (OutcomeKind.NOT_STARTED, other & settled.predicted),
+            (OutcomeKind.NOT_PREDICTED, other & ~settled.predicted),
+        ):
+            self.outcomes[kind] += int(rows.sum())
+        self.accepted += np.bincount(accepted, minlength=self.lookahead + 1)
+        self.accepted_hits += np.bincount(accepted[hit], minlength=self.lookahead + 1)
+
+    def count_step(self, kind: StepKind, seconds: float) -> None:
+        """Count a model step."""
+        self.steps[kind] += 1
+        self.step_seconds[kind] += seconds

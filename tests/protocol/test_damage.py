@@ -1,0 +1,294 @@
+"""What a broken or hostile peer can do to a channel: end it with an error that says so, nothing worse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from links import SHAPE, Link, eventually, make_link, outcome_batch
+
+from ssd_proto.channels.memory import Segment
+from ssd_proto.channels.publication import entries_frame, keys_frame
+from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
+from ssd_proto.channels.zmq import ZmqHub, ZmqVerifierChannel
+from ssd_proto.doorbell import Doorbell
+from ssd_proto.errors import ChannelClosed, ChannelFull, ConfigError, ProtocolError
+from ssd_proto.table import TableShape
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def shm() -> Iterator[Link]:
+    link = make_link("shm", ring_bytes=4096)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def hub() -> Iterator[ZmqHub]:
+    hub = ZmqHub("tcp://127.0.0.1:0")
+    yield hub
+    hub.close()
+
+
+@pytest.mark.parametrize("byte", [0, 4, 7, 8, 12, 16, 30, 63])
+def test_damaged_record(shm: Link, byte: int) -> None:
+    """One changed bit anywhere in a record ends the channel, again and again, and yields no event."""
+    shm.verifier.post(outcome_batch(SHAPE, [0, 1]))
+    shm.speculator._ring._data[byte] ^= 4
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            shm.speculator.poll()
+
+
+@pytest.mark.parametrize("tail", [-8, 4097, 2**62])
+def test_damaged_counters(shm: Link, tail: int) -> None:
+    shm.verifier._words[8] = tail
+    with pytest.raises(ProtocolError):
+        shm.speculator.poll()
+    shm.verifier._words[16] = 12345
+    with pytest.raises(ProtocolError):
+        shm.verifier.post(outcome_batch(SHAPE, [0]))
+
+
+def test_record_announced_but_not_written(shm: Link) -> None:
+    shm.verifier._words[8] = 64
+    with pytest.raises(ProtocolError):
+        shm.speculator.poll()
+
+
+def test_prompt_larger_than_the_ring(shm: Link) -> None:
+    """Is refused as any other back-pressure, and does not spoil what follows."""
+    with pytest.raises(ChannelFull):
+        shm.verifier.open_sequence(0, 0, np.arange(2000))
+    shm.verifier.close_sequence(0, 0)
+    assert shm.next_event() == (0, 0)
+
+
+def test_doorbell_only_when_asleep(shm: Link) -> None:
+    shm.verifier.close_sequence(0, 0)
+    assert not shm.doorbell.wait(0.01)
+    shm.speculator.set_sleeping(True)
+    shm.verifier.close_sequence(0, 0)
+    assert shm.doorbell.wait(5.0)
+    shm.speculator.set_sleeping(False)
+    shm.verifier.close_sequence(0, 0)
+    assert not shm.doorbell.wait(0.01)
+
+
+def test_attach_checks_what_was_agreed() -> None:
+    channel = ShmSpeculatorChannel.create(SHAPE, 77, "", ring_bytes=4096)
+    try:
+        for shape, incarnation in (
+            (SHAPE, 78),
+            (TableShape(6, 5, 5), 77),
+            (TableShape(6, 6, 4), 77),
+            (TableShape(7, 5, 4), 77),
+        ):
+            with pytest.raises(ProtocolError, match="agreed"):
+                ShmVerifierChannel.attach(channel.address, shape, incarnation, "")
+        for name in ("/etc/passwd", "sglang_ssd_../../etc/passwd", "other", "sglang_ssd_\0"):
+            with pytest.raises(ProtocolError, match="not the name"):
+                ShmVerifierChannel.attach(name, SHAPE, 77, "")
+        for size in (0, 100, 5000):
+            path = Path("/dev/shm") / f"sglang_ssd_{os.getpid()}_small{size}"
+            path.write_bytes(bytes(size))
+            try:
+                with pytest.raises(ProtocolError):
+                    ShmVerifierChannel.attach(path.name, SHAPE, 77, "")
+            finally:
+                path.unlink()
+    finally:
+        channel.close()
+    with pytest.raises(ChannelClosed):
+        ShmVerifierChannel.attach(channel.address, SHAPE, 77, "")
+
+
+def test_not_enough_memory() -> None:
+    """Shows at creation as a sentence, not as a bus error in the middle of a round; no name is left."""
+    with pytest.raises(ConfigError, match="--shm-size"):
+        Segment.create(1 << 50)
+    assert not list(Path("/dev/shm").glob(f"sglang_ssd_{os.getpid()}_*"))
+
+
+def test_table_held_by_somebody_survives_close() -> None:
+    """Closing while an array of the table is in use neither raises nor pulls the memory away."""
+    link = make_link("shm")
+    entries = link.verifier.table._entries
+    link.close()
+    assert int(entries.sum()) == 0
+
+
+def test_strangers_at_the_hub(hub: ZmqHub) -> None:
+    """Peers without a channel, or with too many frames, are counted and harm nobody."""
+    channel = hub.channel(SHAPE, 9)
+    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(hub.endpoint)
+        for frames in ([b""], [b"x" * 1000], [b"a", b"b", b"c"]):
+            stranger.send_multipart(frames)
+        while hub.num_strange < 3:
+            assert hub.wait(5.0)
+            assert channel.poll() is None
+    verifier.close_sequence(1, 2)
+    assert eventually(channel.poll) == (1, 2)
+    verifier.close()
+    channel.close()
+
+
+@pytest.mark.parametrize("record", [b"", b"x", bytes(16), bytes(24), b"\xff" * 400])
+def test_nonsense_instead_of_records(hub: ZmqHub, record: bytes) -> None:
+    channel = hub.channel(SHAPE, 9)
+    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier._socket.send(record)
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            eventually(channel.poll)
+    verifier.close()
+    channel.close()
+
+
+def test_lost_record(hub: ZmqHub) -> None:
+    """A gap in the numbers ends the channel: the speculator must not go on with half of what was posted."""
+    channel = hub.channel(SHAPE, 9)
+    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier.close_sequence(0, 0)
+    verifier._sequence += 1
+    verifier.close_sequence(0, 1)
+    assert eventually(channel.poll) == (0, 0)
+    with pytest.raises(ProtocolError):
+        eventually(channel.poll)
+    verifier.close()
+
+
+def test_second_connection_of_an_incarnation(hub: ZmqHub) -> None:
+    """Takes the place of the first (a broken connection that is not known to be broken yet), but not its history."""
+    channel = hub.channel(SHAPE, 9)
+    first = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    first.close_sequence(0, 0)
+    assert eventually(channel.poll) == (0, 0)
+    second = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    second.close_sequence(0, 0)
+    with pytest.raises(ProtocolError):
+        eventually(channel.poll)
+    first.close()
+    second.close()
+
+
+def test_closed_hub() -> None:
+    """Its channels say so instead of failing somewhere in ZeroMQ."""
+    hub = ZmqHub("tcp://127.0.0.1:0")
+    channel = hub.channel(SHAPE, 9)
+    hub.close()
+    hub.close()
+    channel.begin(np.array([0]), np.array([0]), np.ones((1, 5), np.int64))
+    for use in (channel.poll, channel.pending, channel.beat, channel.flush):
+        with pytest.raises(ChannelClosed):
+            use()
+    channel.close()
+
+
+def test_hub_on_a_taken_port(hub: ZmqHub) -> None:
+    with pytest.raises(ConfigError, match="already in use"):
+        ZmqHub(hub.endpoint)
+
+
+def test_hostile_publications(hub: ZmqHub) -> None:
+    """Every index and size is checked before the mirror is touched; valid frames before and after do arrive."""
+    at, key, tokens = np.array([0]), np.array([5]), np.ones((1, 4), int)
+
+    def entry(slot: int = 0, round_: int = 0, column: int = 0, depth: int = 1) -> bytes:
+        slots, rounds, columns, depths = (np.array([value]) for value in (slot, round_, column, depth))
+        return entries_frame(slots, at, rounds, columns, key, depths, tokens)
+
+    hostile = [
+        *(entry(slot=slot) for slot in (-1, 6, 2**31 - 1)),
+        *(entry(column=column) for column in (-1, 6)),
+        *(entry(depth=depth) for depth in (-1, 5)),
+        entry(round_=-1),
+        entry()[:-1],
+        entry() + b"\0",
+        entries_frame(at, at, at, at, key, at, np.ones((1, 5), int)),
+        keys_frame(at, at, 1, np.ones((1, 5), np.int64)),
+        keys_frame(at, at, -1, np.ones((1, 2), np.int64)),
+        keys_frame(at - 1, at, 0, np.ones((1, 5), np.int64)),
+        keys_frame(at, at - 1, 0, np.ones((1, 5), np.int64)),
+        b"\x03" + bytes(15),
+        b"x",
+        b"\x02\0\0\0\xff\xff\xff\xff" + bytes(8),
+        b"\x02\0\0\0\xff\xff\xff\x7f\0\0\0\0\x04\0\0\0",
+    ]
+    for frame in hostile:
+        channel = hub.channel(SHAPE, 9)
+        verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+        verifier.close_sequence(0, 0)
+        eventually(channel.poll)
+        hub.send(9, [frame])
+
+        def refused(verifier: ZmqVerifierChannel = verifier) -> bool | None:
+            try:
+                verifier.refresh()
+            except ProtocolError:
+                return True
+            return None
+
+        eventually(refused)
+        assert not verifier.table._entries.any()
+        assert not verifier.table._keys.any()
+        verifier.close()
+        channel.close()
+
+
+def test_flood(hub: ZmqHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that posts without end while only others are polled loses its channel, not the service's memory."""
+    monkeypatch.setattr("ssd_proto.channels.zmq._QUEUED_BYTES", 100_000)
+    flooded, other = hub.channel(SHAPE, 9), hub.channel(SHAPE, 10)
+    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    for _ in range(20):
+        verifier.open_sequence(0, 0, np.arange(10_000))
+
+    def over() -> bool | None:
+        assert other.poll() is None
+        return flooded._queued_bytes > 100_000 or None
+
+    eventually(over)
+    with pytest.raises(ProtocolError):
+        flooded.poll()
+    verifier.close()
+
+
+def test_hub_wakes_for_messages_and_for_the_doorbell(hub: ZmqHub) -> None:
+    """One bounded sleep for both kinds of channel."""
+    doorbell = Doorbell()
+    link = make_link("shm")
+    shm = ShmSpeculatorChannel.create(SHAPE, 3, doorbell.address)
+    shm_verifier = ShmVerifierChannel.attach(shm.address, SHAPE, 3, doorbell.address)
+    channel = hub.channel(SHAPE, 9)
+    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    assert not hub.wait(0.01, doorbell)
+    verifier.close_sequence(0, 0)
+    assert hub.wait(5.0, doorbell)
+    assert eventually(channel.poll) == (0, 0)
+    shm.set_sleeping(True)
+    shm_verifier.close_sequence(1, 1)
+    assert hub.wait(5.0, doorbell)
+    assert shm.poll() == (1, 1)
+    assert not hub.wait(0.01, doorbell)
+    assert not hub.wait(0.0)
+    with pytest.raises(ProtocolError, match="already"):
+        hub.channel(SHAPE, 9)
+    for resource in (link, shm, shm_verifier, channel, verifier, doorbell):
+        resource.close()
+
+
+def test_connecting_to_nobody() -> None:
+    with pytest.raises(ChannelClosed, match="not reached"):
+        ZmqVerifierChannel("tcp://127.0.0.1:9", SHAPE, 9, connect_timeout_s=0.05)
+    with pytest.raises(ConfigError, match="endpoint"):
+        ZmqVerifierChannel("nonsense", SHAPE, 9)

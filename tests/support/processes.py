@@ -1,0 +1,138 @@
+"""Server processes for tests: started in a session of their own, awaited with a deadline, and ended whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+_POLL_S = 0.1
+_TERMINATE_WITHIN_S = 15.0
+_KILL_WITHIN_S = 10.0
+
+
+class ServerFailed(AssertionError):
+    """A server ended early or was not ready in time; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], within_s: float, what: str | Callable[[], object]) -> None:
+    """Poll ``condition``; fails with ``what`` (a text, or what a call of it returns) when it is not met in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s:.0f} s: {what() if callable(what) else what}")
+        time.sleep(_POLL_S)
+
+
+class Server:
+    """A child process with a log file. It leads a session, so that all of its descendants can be found and ended."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name, self.log = name, log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the leader, which is also the id of the process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the leader runs."""
+        return self._process.poll()
+
+    def wait_healthy(self, url: str, within_s: float) -> None:
+        """Wait until ``url`` answers 200. Raises `ServerFailed`, and ends the server then."""
+        deadline = time.monotonic() + within_s
+        while not answers(url):
+            if self.exit_code is not None or time.monotonic() > deadline:
+                reason = "is not ready" if self.exit_code is None else f"ended with exit code {self.exit_code}"
+                self.end()
+                raise ServerFailed(f"{self.name} {reason}; the end of its log:\n{self.log_end()}")
+            time.sleep(_POLL_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the leader alone."""
+        os.kill(self.pid, number)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the session, as a terminal does with Ctrl-C."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def is_gone(self) -> bool:
+        """Whether the leader and every process of its group have ended."""
+        self._process.poll()  # reaps the leader, which would stay in the group as a zombie
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def end(self) -> None:
+        """End every process of the session: politely, then not. May be called twice."""
+        for number, within_s in ((signal.SIGTERM, _TERMINATE_WITHIN_S), (signal.SIGKILL, _KILL_WITHIN_S)):
+            self.signal_group(number)
+            deadline = time.monotonic() + within_s
+            while not self.is_gone() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+    def log_text(self) -> str:
+        """Everything that the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def log_end(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log_text().rstrip().splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def ended_at_exit(server: Server) -> Iterator[Server]:
+    """``with`` block at whose end the server ends."""
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of ``url`` gives status 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def children(pid: int) -> dict[int, str]:
+    """Command lines of the direct children of a process, by process id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == pid:
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found

@@ -1,0 +1,57 @@
+"""The draft engine equals Hugging Face on tiny models of several architectures, with free cells poisoned."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import draft_hf_cases
+import pytest
+
+TINY_DRAFT = Path(__file__).resolve().parents[2] / "models" / "tiny-draft"
+KINDS = ["Llama", "Qwen2", "Qwen3", "Gemma3"]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Callable[..., object]]:
+    """Runs a function in a fresh process; SGLang is imported once and every process is forked from there."""
+    context = multiprocessing.get_context("forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # Gemma3 compiles a layer, which takes minutes
+        context.set_forkserver_preload(["speculator_service.draft.runner", "transformers", "draft_hf_cases"])
+        with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+            yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, process: Callable[..., object]) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind == "tiny-draft":
+            return TINY_DRAFT
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            process(draft_hf_cases.make_checkpoint, kind, made[kind])
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(kind, "shared_trunk") for kind in [*KINDS, "tiny-draft"]]
+    + [("Llama", "torch_native"), ("Gemma3", "torch_native")],
+)
+def test_equals_hugging_face(
+    kind: str, backend: str, process: Callable[..., object], checkpoints: Callable[[str], Path]
+) -> None:
+    result = process(draft_hf_cases.compare, str(checkpoints(kind)), backend, 10)
+    assert isinstance(result, tuple)
+    compared, worst, spread = result
+    assert compared > 300
+    assert worst <= draft_hf_cases.TOLERANCE
+    assert spread > 0.5, "the reference's logits hardly differ: the comparison shows nothing"

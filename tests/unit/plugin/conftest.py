@@ -1,0 +1,98 @@
+"""A verifier's `Speculation` over a real shared memory channel whose speculator end the test holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sglang_ssd.client import Connection
+from sglang_ssd.handoff import HandedOver
+from sglang_ssd.metrics import VerifierMetrics
+from sglang_ssd.sessions import Sessions
+from sglang_ssd.speculation import Speculation
+from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
+from ssd_proto.doorbell import Doorbell
+from ssd_proto.records import Event
+from ssd_proto.table import TableShape
+
+SHAPE = TableShape(num_slots=8, num_outcomes=4, lookahead=3)
+VOCAB_SIZE = 100
+
+
+@dataclass
+class FakeRequest:
+    rid: str
+    origin_input_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class FakeClient:
+    connection: Connection | None = None
+
+
+class Pair:
+    """Both ends of a channel, and the `Speculation` that uses one of them."""
+
+    def __init__(self, deadline_s: float = 0.05) -> None:
+        self.registry = CollectorRegistry()
+        self.client = FakeClient()
+        self.sessions = Sessions(SHAPE.num_slots, SHAPE.lookahead)
+        self.speculation = Speculation(
+            self.client,
+            self.sessions,
+            VerifierMetrics(self.registry),
+            deadline_s,
+            VOCAB_SIZE,  # type: ignore[arg-type]
+        )
+        self.doorbell = Doorbell()
+        self.speculators: list[ShmSpeculatorChannel] = []
+
+    def connect(self, ring_bytes: int = 1 << 16) -> ShmSpeculatorChannel:
+        incarnation = 100 + len(self.speculators)
+        speculator = ShmSpeculatorChannel.create(SHAPE, incarnation, self.doorbell.address, ring_bytes)
+        verifier = ShmVerifierChannel.attach(speculator.address, SHAPE, incarnation, self.doorbell.address)
+        speculator.unlink()
+        self.speculators.append(speculator)
+        self.client.connection = Connection(welcome=None, channel=verifier)  # type: ignore[arg-type]
+        return speculator
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def close(self) -> None:
+        if self.client.connection is not None:
+            self.client.connection.channel.close()
+        for speculator in self.speculators:
+            speculator.close()
+        self.doorbell.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def drain(speculator: ShmSpeculatorChannel) -> list[Event]:
+    events = []
+    while (event := speculator.poll()) is not None:
+        events.append(event)
+    return events
+
+
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def prefilled(slot: int, length: int, bonus: int) -> HandedOver:
+    return HandedOver(slots(slot), slots(0), slots(bonus), slots(length))
+
+
+def verified(slot: int, num_accepted: int, bonus: int) -> HandedOver:
+    return HandedOver(slots(slot), slots(num_accepted), slots(bonus), None)

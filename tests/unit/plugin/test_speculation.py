@@ -1,0 +1,174 @@
+"""The verifier's half of a round, against a speculator end that the test scripts."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from ssd_proto.records import CloseSequence, OpenSequence, ProposalKind, outcome_keys
+
+from .conftest import FakeRequest, Pair, drain, prefilled, slots, verified
+
+REQUEST = FakeRequest("a", [1, 2, 3])
+
+
+def start(pair: Pair, slot: int = 2, bonus: int = 9, request: FakeRequest = REQUEST):
+    """Connect, open a sequence and hand over its first token; returns the speculator end and the generation."""
+    speculator = pair.connect()
+    pair.speculation.open(slots(slot), [request])
+    pair.speculation.outcome(prefilled(slot, len(request.origin_input_ids), bonus))
+    opened, outcomes = drain(speculator)
+    assert isinstance(opened, OpenSequence)
+    assert opened.tokens.tolist() == request.origin_input_ids
+    assert (outcomes["round"][0], outcomes["num_accepted"][0], outcomes["bonus"][0]) == (0, 0, bonus)
+    return speculator, opened.generation
+
+
+def publish(speculator, slot: int, generation: int, round_: int, k: int, bonus: int, tokens: list[int], depth=None):
+    key = outcome_keys(slots(k), slots(bonus))
+    keys = np.full((1, 4), -1)
+    keys[0, 1] = key[0]
+    speculator.begin(slots(slot), slots(round_), keys)
+    depth = len(tokens) if depth is None else depth
+    speculator.write(slots(slot), slots(generation), slots(round_), slots(1), key, slots(depth), np.array([tokens]))
+
+
+def test_a_published_outcome_is_a_hit_without_waiting(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    publish(speculator, 2, generation, 0, 0, 9, [10, 11, 12])
+    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[10, 11, 12]]
+    assert pair.value("sglang_ssd:proposals_total", kind="hit") == 1
+
+    pair.speculation.outcome(verified(2, 2, 40))
+    (outcomes,) = drain(speculator)
+    row = outcomes[0]
+    assert (row["round"], row["num_accepted"], row["bonus"], row["num_sent"]) == (1, 2, 40, 3)
+    assert row["tokens"].tolist() == [10, 11, 12]
+    assert row["proposal"] == ProposalKind.HIT
+
+
+def test_a_missing_outcome_waits_for_the_reply(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    speculator.reply(
+        slots(2), slots(generation), slots(0), outcome_keys(slots(0), slots(9)), slots(2), np.array([[7, 8, 0]])
+    )
+    drafts = pair.speculation.speculate(slots(2), [REQUEST])
+    assert drafts.tolist() == [[7, 8, 9]], "two tokens of the reply, then padding with the bonus token"
+    pair.speculation.outcome(verified(2, 0, 5))
+    (outcomes,) = drain(speculator)
+    assert (outcomes[0]["num_sent"], outcomes[0]["proposal"]) == (2, ProposalKind.BACKUP)
+
+
+def test_silence_costs_one_deadline_and_then_nothing(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    began = time.monotonic()
+    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[9, 9, 9]]
+    assert 0.04 < time.monotonic() - began < 1.0
+    pair.speculation.outcome(verified(2, 0, 6))
+    began = time.monotonic()
+    for _ in range(20):
+        pair.speculation.speculate(slots(2), [REQUEST])
+        pair.speculation.outcome(verified(2, 0, 6))
+    assert time.monotonic() - began < 0.05, "a suspect speculator is not waited for"
+    assert pair.value("sglang_ssd:deadlines_missed_total") == 21
+
+    round_ = int(drain(speculator)[-1][0]["round"])
+    publish(speculator, 2, generation, round_, 0, 6, [1, 2, 3])
+    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[1, 2, 3]], "it answered: trusted again"
+
+
+def test_an_answer_to_another_generation_or_round_is_not_used(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    publish(speculator, 2, generation + 1, 0, 0, 9, [10, 11, 12])
+    publish(speculator, 2, generation, 1, 0, 9, [20, 21, 22])
+    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[9, 9, 9]]
+
+
+def test_tokens_that_the_target_does_not_have_become_padding(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    publish(speculator, 2, generation, 0, 0, 9, [10, 100, 12])
+    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[10, 9, 12]]
+
+
+def test_a_later_chunk_of_a_prompt_does_not_open_it_again(pair: Pair) -> None:
+    speculator = pair.connect()
+    for _ in range(3):
+        pair.speculation.open(slots(4), [REQUEST])
+    assert len(drain(speculator)) == 1
+
+
+def test_a_freed_slot_is_closed_once_and_may_be_opened_again(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    pair.speculation.close([2])
+    pair.speculation.close([2, 5])
+    pair.speculation.outcome(verified(2, 1, 5))  # a round that was running when the request ended
+    assert drain(speculator) == [CloseSequence(2, generation)]
+    pair.speculation.open(slots(2), [FakeRequest("b", [5])])
+    (opened,) = drain(speculator)
+    assert isinstance(opened, OpenSequence)
+    assert opened.generation != generation
+
+
+def test_without_a_speculator_decoding_is_plain(pair: Pair) -> None:
+    pair.speculation.open(slots(2), [REQUEST])
+    pair.speculation.outcome(prefilled(2, 3, 9))
+    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[9, 9, 9]]
+    assert pair.value("sglang_ssd:connected") == 0
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["synchronous", "overlapped"])
+def test_a_new_speculator_gets_all_that_is_committed(pair: Pair, is_overlapped: bool) -> None:
+    request = FakeRequest("a", [1, 2, 3])
+    speculator, generation = start(pair, request=request)
+    publish(speculator, 2, generation, 0, 0, 9, [10, 11, 12])
+    pair.speculation.speculate(slots(2), [request])
+    pair.speculation.outcome(verified(2, 2, 40))
+    request.output_ids = [9] if is_overlapped else [9, 10, 11, 40]
+
+    pair.client.connection.lost = True
+    second = pair.connect()
+    pair.speculation.speculate(slots(2), [request])
+    opened, outcomes = drain(second)
+    assert opened.tokens.tolist() == [1, 2, 3, 9, 10, 11]
+    assert (outcomes[0]["round"], outcomes[0]["bonus"], outcomes[0]["num_accepted"]) == (0, 40, 0)
+    assert opened.generation == outcomes[0]["generation"] != generation
+    assert pair.value("sglang_ssd:connected") == 1
+    assert pair.value("sglang_ssd:connections_lost_total") == 1
+
+
+def test_a_full_channel_loses_no_request_and_opens_anew_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator = pair.connect(ring_bytes=1024)
+    requests = [FakeRequest(str(slot), list(range(60))) for slot in range(6)]
+    pair.speculation.open(slots(*range(6)), requests)
+    for slot in range(6):
+        pair.speculation.outcome(prefilled(slot, 60, 9))
+    assert not pair.sessions.is_open.any(), "what was opened is stale once a post got lost"
+    drafts = pair.speculation.speculate(slots(*range(6)), requests)
+    assert (drafts == 9).all()
+    drain(speculator)
+    monkeypatch.setattr("sglang_ssd.speculation._REOPEN_AFTER_S", 0.0)
+    pair.speculation._reopen_at = 0.0
+    pair.speculation.speculate(slots(0, 1), requests[:2])
+    opened = [event for event in drain(speculator) if isinstance(event, OpenSequence)]
+    assert [event.slot for event in opened] == [0, 1]
+
+
+def test_a_row_that_stays_silent_is_opened_anew(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    other = FakeRequest("b", [4, 4])
+    pair.speculation.open(slots(3), [other])
+    pair.speculation.outcome(prefilled(3, 2, 8))
+    talkative = [event for event in drain(speculator) if isinstance(event, OpenSequence)][0].generation
+    for round_ in range(3):
+        bonus = 8 if round_ == 0 else 50
+        publish(speculator, 3, talkative, round_, 0, bonus, [1, 2, 3])
+        pair.speculation.speculate(slots(2, 3), [REQUEST, other])
+        for slot in (2, 3):
+            pair.speculation.outcome(verified(slot, 0, 50))
+        REQUEST.output_ids, other.output_ids = [9] + [50] * (round_ + 1), [8] + [50] * (round_ + 1)
+    reopened = [event for event in drain(speculator) if isinstance(event, OpenSequence)]
+    REQUEST.output_ids = []
+    assert [event.slot for event in reopened] == [2]
+    assert reopened[0].generation != generation

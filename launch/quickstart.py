@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from children import ChildFailed, end_on_signals, free_port, log_end, running, say
@@ -233,10 +234,13 @@ def main() -> int:
         try:
             plain = run_plain(arguments, Path(folder))
             same = run_ssd(arguments, Path(folder), plain)
-        except (ChildFailed, OSError) as error:
+        except ChildFailed as error:
             say(f"launch/quickstart: {error}")
+            return 1
+        except (OSError, HTTPException) as error:
+            say(f"launch/quickstart: a server does not answer any more: {error!r}")
             for log in sorted(Path(folder).glob("*.log")):
-                say(f"\nend of {log.name}:\n{log_end(log, 8)}")
+                say(f"\nend of {log.name}:\n{log_end(log)}")
             return 1
         except KeyboardInterrupt:
             say("\nlaunch/quickstart: interrupted, everything is ended")

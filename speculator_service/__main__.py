@@ -8,26 +8,35 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from speculator_service.config import SpeculatorConfig, from_mapping, parse_fan_out, read_file
+from speculator_service.config import SpeculatorConfig, from_mapping, read_file
 from ssd_proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculator_service.draft.base import DraftModel
+    from speculator_service.draft.config import DraftConfig
 
 logger = logging.getLogger("speculator_service")
 
 PROGRAM = "sglang-ssd-speculator"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the service; returns its exit code: 0 after SIGTERM or SIGINT, 1 after a fault, 2 after a user's mistake."""
+def main(argv: Sequence[str] | None = None, load: Callable[[DraftConfig], DraftModel] | None = None) -> int:
+    """Run the service; returns its exit code: 0 after SIGTERM or SIGINT, 1 after a fault, 2 after a user's mistake.
+
+    ``load`` makes the draft model, by default on SGLang.
+    """
     try:
         config = parse_arguments(argv)
         logging.basicConfig(
             level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        from speculator_service.service import SpeculatorService  # imports torch: not needed for --help and mistakes
+        # Imports torch, which --help and most mistakes need not wait for.
+        from speculator_service.draft.engine import load_engine
+        from speculator_service.service import SpeculatorService
 
-        SpeculatorService(config, _reserve_stdout(config.announce)).run()
+        SpeculatorService(config, _reserve_stdout(config.announce), load or load_engine).run()
     except ConfigError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -59,6 +68,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
+        allow_abbrev=False,
         description="Speculator of SSD: drafts for SGLang servers that run with --speculative-algorithm SSD.",
         epilog="Every flag can also be a key of the --config file.",
     )
@@ -83,7 +93,7 @@ def _help(item: Any) -> str:
 
 def _converter(name: str, kind: str) -> tuple[Callable[[str], Any], str]:
     if name == "fan_out":
-        return parse_fan_out, "F"
+        return str, "F"
     if kind.startswith("int"):
         return int, "N"
     return (float, "SECONDS") if kind == "float" else (str, name.upper())

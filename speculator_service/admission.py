@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.draft.base import DraftModel
-from speculator_service.rows import Phase, Rows
+from speculator_service.phase import Phase
+from speculator_service.rows import Rows
 from speculator_service.sessions import NO_ROW, Verifier, WaitingSequence
 
 _RESERVE_AHEAD = 128
@@ -39,10 +40,20 @@ class Admission:
             return
         self._room_changed = False
         for (number, slot), verifier in list(self._queue.items()):
-            sequence = verifier.waiting[slot]
-            too_long = len(sequence.tokens) >= self._rows.context_length
-            if too_long or self._admit(verifier, slot, sequence):
+            if self._admit(verifier, slot, verifier.waiting[slot]):
                 del verifier.waiting[slot], self._queue[number, slot]
+
+    def follow(self, verifier: Verifier, slot: int, outcome: np.void) -> bool:
+        """Take the tokens of a valid outcome of a waiting sequence; False if it is none, or not in its next round."""
+        sequence = verifier.waiting.get(slot)
+        if sequence is None or sequence.round != outcome["round"]:
+            return False
+        new = np.append(outcome["tokens"][: outcome["num_accepted"]], outcome["bonus"])
+        sequence.tokens = np.concatenate([sequence.tokens, new.astype(np.int64)])
+        sequence.round += 1
+        if len(sequence.tokens) >= self._rows.context_length:
+            self.lose(verifier, np.array([slot]))
+        return True
 
     def lose(self, verifier: Verifier, slots: NDArray[np.int64]) -> None:
         """Give back what sequences hold and serve them no more. They stay open."""

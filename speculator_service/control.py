@@ -201,7 +201,8 @@ class ControlThread:
                 f"--speculative-num-steps {lookahead} or the service with --lookahead {hello.lookahead}"
             )
         if not 1 <= hello.max_slots <= _MAX_SLOTS:
-            return f"the verifier has {hello.max_slots} slots, 1 to {_MAX_SLOTS} are possible: change --max-running-requests"
+            slots = f"1 to {_MAX_SLOTS}"
+            return f"the verifier has {hello.max_slots} slots, {slots} are possible: lower --max-running-requests"
         if self._shape(hello).nbytes > _MAX_TABLE_BYTES:
             return "the speculation table would be too large: lower the server's --max-running-requests or the fan-out"
         if not any(self._is_possible(kind, hello) for kind in hello.channels):

@@ -8,34 +8,20 @@ its last token being the bonus token of the last outcome.  The *chain* s_1..s_de
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.draft.base import BranchStep
+from speculator_service.phase import Phase
 from speculator_service.saguaro.fan_out import FanOut
 from speculator_service.saguaro.outcomes import predict_all_accepted, predict_first_outcomes, predict_outcomes
 from ssd_proto.records import NO_KEY, outcome_keys
 
+S = TypeVar("S", bound=np.generic)
+
 _TOKEN_MASK = 0xFFFF_FFFF
-
-
-class Phase(IntEnum):
-    """What a row needs next."""
-
-    FREE = 0
-    PREFILL = 1
-    """Its prompt is being computed."""
-    DRAFT = 2
-    """The verifier waits for its speculation."""
-    FORK = 3
-    """It has a complete speculation; its table is not begun."""
-    TABLE = 4
-    """Its table is being built."""
-    DONE = 5
-    """Its table is complete: only an outcome can move it on."""
 
 
 class Settled(NamedTuple):
@@ -47,7 +33,7 @@ class Settled(NamedTuple):
     """Branch 1..B to adopt (meaningless where not adopted)."""
     prefix: NDArray[np.int64]
     """Trunk positions before the branch."""
-    count: NDArray[np.int64]
+    finished: NDArray[np.int64]
     """Finished cells of the branch."""
     diverged: NDArray[np.bool_]
     """The verifier accepted tokens that are not the chain's (it had no speculation in time)."""
@@ -88,7 +74,7 @@ class Rows:
         self._arrivals = 0
         self._positions = np.arange(lookahead + 1)
 
-    def in_phase(self, phase: Phase) -> NDArray[np.int64]:
+    def in_phase(self, phase: int) -> NDArray[np.int64]:
         """Rows in ``phase``."""
         return np.flatnonzero(self.phase == phase)
 
@@ -105,8 +91,7 @@ class Rows:
         self.owner[row], self.slot[row], self.generation[row], self.round[row] = owner, slot, generation, round_
         self.text[row, : len(tokens)] = tokens
         self.committed[row], self.depth[row], self.computed[row] = len(tokens), 0, 0
-        self.keys[row] = NO_KEY
-        self.awaited[row] = NO_KEY
+        self.keys[row] = self.awaited[row] = NO_KEY
         self._arrivals += 1
         self._arrival[row] = self._arrivals
         self.phase[row] = Phase.PREFILL
@@ -136,10 +121,6 @@ class Rows:
         self.committed[rows] += accepted + 1
         self.round[rows] += 1
         self.awaited[rows] = outcome_keys(accepted, bonus)
-
-    def forget_awaited(self, rows: NDArray[np.int64]) -> None:
-        """No reply is owed any more (it was given)."""
-        self.awaited[rows] = NO_KEY
 
     def settle(
         self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
@@ -274,17 +255,14 @@ class Rows:
         before = np.take_along_axis(self.branch_text[rows], np.maximum(own_depth - 1, 0)[:, :, None], 2)[:, :, 0]
         tokens = np.where(own_depth == 0, self.keys[rows] & _TOKEN_MASK, before)
         glue = self._has_glue(rows) & (self.steps[rows] == 0)
-        glue_position = self.committed[rows] + self.lookahead - 1
-        glue_token = self.text[rows, glue_position]
-        zero = np.zeros((len(rows), 1), np.int64)
+        position = self.committed[rows] + self.lookahead - 1  # of s_K
+        live = _beside(glue, live)
         return BranchStep(
             slots=rows,
-            tokens=np.where(
-                np.concatenate([glue[:, None], live], 1), np.concatenate([glue_token[:, None], tokens], 1), 0
-            ),
-            prefix=np.concatenate([np.where(glue, glue_position, 0)[:, None], self.prefix[rows]], 1),
-            depth=np.concatenate([zero, own_depth], 1),
-            live=np.concatenate([glue[:, None], live], 1),
+            tokens=np.where(live, _beside(self.text[rows, position], tokens), 0),
+            prefix=_beside(np.where(glue, position, 0), self.prefix[rows]),
+            depth=_beside(np.zeros_like(rows), own_depth),
+            live=live,
         )
 
     def take_step(self, step: BranchStep, top: NDArray[np.int64]) -> tuple[NDArray[np.int64], TableEntries]:
@@ -307,3 +285,8 @@ class Rows:
         self.steps[rows] += 1
         self.phase[rows[self.steps[rows] >= self._steps_needed[rows]]] = Phase.DONE
         return fresh, TableEntries(rows[i], column, depth + 1)
+
+
+def _beside(column: NDArray[S], columns: NDArray[S]) -> NDArray[S]:
+    """[b, B + 1]: row 0 of a step beside its branches."""
+    return np.concatenate([column[:, None], columns], axis=1)

@@ -14,6 +14,8 @@ import msgspec
 
 from speculator_service.config import NO_HTTP, SpeculatorConfig
 from speculator_service.control import ControlThread, Identity
+from speculator_service.draft.base import DraftModel
+from speculator_service.draft.config import DraftConfig
 from speculator_service.draft.engine import load_engine
 from speculator_service.http import HttpServer
 from speculator_service.loop import ModelLoop
@@ -38,10 +40,16 @@ class SpeculatorService:
     Args:
         config: settings.
         announce: called with the control endpoint and the HTTP address (or None) when the service is ready.
+        load: makes the draft model.
     """
 
-    def __init__(self, config: SpeculatorConfig, announce: Callable[[str, str | None], None]) -> None:
-        self._config, self._announce = config, announce
+    def __init__(
+        self,
+        config: SpeculatorConfig,
+        announce: Callable[[str, str | None], None],
+        load: Callable[[DraftConfig], DraftModel] = load_engine,
+    ) -> None:
+        self._config, self._announce, self._load = config, announce, load
         self._loop: ModelLoop | None = None
         self._control: ControlThread | None = None
 
@@ -70,7 +78,7 @@ class SpeculatorService:
             if config.exit_with_stdin:
                 _end_with_stdin()
             remove_stale_segments()
-            speculator = Speculator(load_engine(draft), config.layout, config.prefill_chunk)
+            speculator = Speculator(self._load(draft), config.layout, config.prefill_chunk)
             stack.callback(_detach_all, speculator)
             loop = ModelLoop(speculator, hub, doorbell, config.spin_us * 1e-6)
             stack.callback(loop.close)

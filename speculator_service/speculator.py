@@ -20,16 +20,21 @@ from numpy.typing import NDArray
 
 from speculator_service.admission import Admission
 from speculator_service.draft.base import DraftModel
+from speculator_service.phase import Phase
 from speculator_service.publisher import Publisher, reply_empty
-from speculator_service.rows import Phase, Rows
+from speculator_service.rows import Rows
 from speculator_service.saguaro.fan_out import FanOut
 from speculator_service.saguaro.outcomes import top_candidates
 from speculator_service.sessions import NO_GENERATION, NO_ROW, Verifier, WaitingSequence
 from speculator_service.statistics import OutcomeKind, Statistics, StepKind
+from speculator_service.validation import are_tokens, are_valid, is_valid_open, later_of_each
 from ssd_proto.errors import ChannelClosed, ProtocolError
-from ssd_proto.records import CloseSequence, Event, OpenSequence
+from ssd_proto.records import NO_KEY, CloseSequence, Event, OpenSequence
 
 logger = logging.getLogger(__name__)
+
+_EVENTS_AT_ONCE = 64
+"""Of one verifier, so that none can keep the others waiting."""
 
 
 class Speculator:
@@ -96,15 +101,19 @@ class Speculator:
         """Whether `poll` would find something."""
         return any(verifier.channel.pending() for verifier in self._publisher.verifiers)
 
+    @torch.inference_mode()
     def poll(self) -> bool:
-        """Take all events that were posted; returns whether there were any.
+        """Take the events that were posted; returns whether there were any.
 
         A verifier that sends what cannot be understood, or is gone, is detached.
         """
         any_event = False
         for verifier in self._publisher.verifiers:
             try:
-                while (event := verifier.channel.poll()) is not None:
+                for _ in range(_EVENTS_AT_ONCE):
+                    event = verifier.channel.poll()
+                    if event is None:
+                        break
                     any_event = True
                     self._handle(verifier, event)
             except (ProtocolError, ChannelClosed) as error:
@@ -125,13 +134,13 @@ class Speculator:
 
     def _open(self, verifier: Verifier, event: OpenSequence) -> None:
         slot, tokens = event.slot, np.asarray(event.tokens, np.int64)
-        if not 0 <= slot < verifier.max_slots or event.generation < 0:
+        if not is_valid_open(event, verifier.max_slots):
             self.statistics.invalid += 1
             return
         self._admission.lose(verifier, np.array([slot]))
         verifier.generation[slot] = event.generation
         self.statistics.opened += 1
-        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= self.engine.vocab_size:
+        if not are_tokens(tokens, self.engine.vocab_size):
             self.statistics.invalid += 1  # lost: answered with empty speculations
             return
         self._admission.enqueue(verifier, slot, WaitingSequence(event.generation, 0, tokens))
@@ -155,13 +164,14 @@ class Speculator:
         if not known.all():
             self.statistics.stale += int((~known).sum())
             outcomes, slots = outcomes[known], slots[known]
-        first = np.unique(slots, return_index=True)[1]
-        if len(first) < len(slots):  # one sequence twice in a batch: in the order of the batch
-            first.sort()
-            self._take_outcomes(verifier, outcomes[first])
-            self._take_outcomes(verifier, np.delete(outcomes, first))
-            return
-        valid = self._are_valid(outcomes)
+        while len(repeated := later_of_each(slots)):  # one sequence twice in a batch: in the order of the batch
+            first = np.setdiff1d(np.arange(len(slots)), repeated)
+            self._take_one_of_each(verifier, outcomes[first], slots[first])
+            outcomes, slots = outcomes[repeated], slots[repeated]
+        self._take_one_of_each(verifier, outcomes, slots)
+
+    def _take_one_of_each(self, verifier: Verifier, outcomes: NDArray[np.void], slots: NDArray[np.int64]) -> None:
+        valid = are_valid(outcomes, self.engine.vocab_size)
         rows = verifier.row[slots]
         served = rows != NO_ROW
         valid[served] &= self._rows.round[rows[served]] == outcomes["round"][served]
@@ -169,25 +179,12 @@ class Speculator:
         if not (valid & served).all():
             self._serve_without_row(verifier, outcomes[~(valid & served)], valid[~(valid & served)])
 
-    def _are_valid(self, outcomes: NDArray[np.void]) -> NDArray[np.bool_]:
-        accepted, bonus, vocab = outcomes["num_accepted"], outcomes["bonus"], self.engine.vocab_size
-        token_valid = (outcomes["tokens"] >= 0) & (outcomes["tokens"] < vocab)
-        token_valid |= np.arange(self.fan_out.lookahead) >= accepted[:, None]
-        in_range = (accepted >= 0) & (accepted <= self.fan_out.lookahead) & (bonus >= 0) & (bonus < vocab)
-        result: NDArray[np.bool_] = in_range & token_valid.all(1)
-        return result
-
     def _serve_without_row(self, verifier: Verifier, outcomes: NDArray[np.void], valid: NDArray[np.bool_]) -> None:
         """Answer sequences that wait, are lost, or become lost because of this outcome."""
         for outcome, is_valid in zip(outcomes, valid.tolist(), strict=True):
             slot = int(outcome["slot"])
-            sequence = verifier.waiting.get(slot)
-            if is_valid and sequence is not None and sequence.round == outcome["round"]:
-                accepted = int(outcome["num_accepted"])
-                new = np.append(outcome["tokens"][:accepted], outcome["bonus"])
-                sequence.tokens = np.concatenate([sequence.tokens, new.astype(np.int64)])
-                sequence.round += 1
-            elif sequence is not None or verifier.row[slot] != NO_ROW:
+            is_open = slot in verifier.waiting or verifier.row[slot] != NO_ROW
+            if is_open and not (is_valid and self._admission.follow(verifier, slot, outcome)):
                 self.statistics.invalid += 1
                 self._admission.lose(verifier, np.array([slot]))
         self.statistics.outcomes[OutcomeKind.UNSERVED] += len(outcomes)
@@ -198,8 +195,7 @@ class Speculator:
         if not len(rows):
             return
         state = self._rows
-        accepted, bonus = outcomes["num_accepted"].astype(np.int64), outcomes["bonus"].astype(np.int64)
-        tokens = outcomes["tokens"].astype(np.int64)
+        accepted, bonus, tokens = (outcomes[name].astype(np.int64) for name in ("num_accepted", "bonus", "tokens"))
         in_prompt = state.phase[rows] == Phase.PREFILL
         ready = ~in_prompt
         if in_prompt.any():
@@ -208,7 +204,7 @@ class Speculator:
             settled = state.settle(rows[ready], accepted[ready], bonus[ready], tokens[ready])
             hit = settled.adopted
             if hit.any():
-                self.engine.adopt(rows[ready][hit], settled.branch[hit], settled.prefix[hit], settled.count[hit])
+                self.engine.adopt(rows[ready][hit], settled.branch[hit], settled.prefix[hit], settled.finished[hit])
             complete = state.phase[rows[ready]] == Phase.FORK
             self.statistics.count_outcomes(accepted[ready], settled, complete)
             self._publisher.reply(rows[ready][complete])
@@ -228,7 +224,7 @@ class Speculator:
         state.commit(rows, accepted, bonus, tokens)
         late = rows[state.committed[rows] - state.computed[rows] > self._chunk]
         self._publisher.reply(late)
-        state.forget_awaited(late)
+        state.awaited[late] = NO_KEY
         self.statistics.outcomes[OutcomeKind.UNSERVED] += len(late)
 
     # -- model steps -------------------------------------------------------------------------------
@@ -242,15 +238,14 @@ class Speculator:
         """
         self._admission.admit_waiting()
         state, began = self._rows, self._clock()
-        drafting = state.in_phase(Phase.DRAFT)
-        prompt = state.next_prompt()
-        forks, tables = state.in_phase(Phase.FORK), state.in_phase(Phase.TABLE)
-        awaited = prompt is not None and bool(state.awaited[prompt] >= 0)
-        has_table = len(forks) + len(tables) > 0
+        drafting, prompt = state.in_phase(Phase.DRAFT), state.next_prompt()
+        forks = state.in_phase(Phase.FORK)
+        has_table = len(forks) > 0 or bool((state.phase == Phase.TABLE).any())
+        tables_turn = has_table and self._prefilled_last and not (prompt is not None and state.awaited[prompt] >= 0)
         if len(drafting):
             self._draft(drafting)
             kind = StepKind.DRAFT
-        elif prompt is not None and (awaited or not has_table or not self._prefilled_last):
+        elif prompt is not None and not tables_turn:
             self._prefill(prompt)
             kind = StepKind.PREFILL
         elif has_table:

@@ -1,1 +1,1 @@
-"""Common to all tests. Being here, it also makes the package ``support`` importable for them."""
+"""Common to all tests."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -177,6 +179,13 @@ print(*sorted(set({forbidden!r}) & set(sys.modules)))
     assert run(sys.executable, "-c", script, cwd=tmp_path).stdout.split() == []
 
 
+@pytest.mark.parametrize("package", ["ssd_proto", "speculator_service.saguaro"])
+def test_examples_in_docstrings_are_true(package: str) -> None:
+    folder = importlib.import_module(package).__path__
+    for module in pkgutil.walk_packages(folder, package + "."):
+        assert doctest.testmod(importlib.import_module(module.name)).failed == 0, module.name
+
+
 class TestReadme:
     readme = (CHECKOUT / "README.md").read_text()
 
@@ -189,10 +198,9 @@ class TestReadme:
 
     def test_its_service_flags_exist(self, tmp_path: Path) -> None:
         table = self.readme.split("### Flags of the service")[1].split("\n#")[0]
-        flags = set(re.findall(r"`(--[a-z-]+)", table))
-        offered = set(
-            re.findall(r"--[a-z-]+", run(sys.executable, "-m", "speculator_service", "--help", cwd=tmp_path).stdout)
-        )
+        flags = set(re.findall(r"^\| `(--[a-z-]+)`", table, re.MULTILINE))
+        text = run(sys.executable, "-m", "speculator_service", "--help", cwd=tmp_path).stdout
+        offered = set(re.findall(r"^ +(--[a-z-]+)", text, re.MULTILINE))
         assert flags
         assert flags <= offered
         assert offered - {"--help"} <= flags, "a flag of the service is missing from the README"

@@ -12,9 +12,7 @@ Threads: an object is used by one thread, which also closes it.  Each object own
 
 from __future__ import annotations
 
-import errno
 import itertools
-import socket
 import time
 from types import TracebackType
 from typing import Final
@@ -23,13 +21,13 @@ import zmq
 
 from ssd_proto import PROTOCOL_VERSION
 from ssd_proto.codec import decode_service_message, decode_verifier_message, encode, peek_version, version_refusal
-from ssd_proto.errors import ChannelClosed, ConfigError, DeadlineExceeded, ProtocolError
+from ssd_proto.errors import ChannelClosed, DeadlineExceeded, ProtocolError
 from ssd_proto.messages import ServiceMessage, VerifierMessage
+from ssd_proto.sockets import bind, configure, connect
 
 _ID_BYTES: Final = 8
 _MAX_MESSAGE_BYTES: Final = 1 << 16
-_HEARTBEAT_MS: Final = 5_000
-"""ZeroMQ's own, so that a connection to a host that vanished is given up and made anew."""
+_QUEUED_MESSAGES: Final = 1000
 
 
 class ControlServer:
@@ -50,9 +48,7 @@ class ControlServer:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            configure(self._socket, _QUEUED_MESSAGES, _MAX_MESSAGE_BYTES)
             bind(self._socket, endpoint)
             self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except BaseException:
@@ -115,12 +111,7 @@ class ControlClient:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-            # Without this, requests to an absent service pile up and reach it all at once, long stale.
-            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            configure(self._socket, _QUEUED_MESSAGES, _MAX_MESSAGE_BYTES)
             connect(self._socket, endpoint)
         except BaseException:
             self.close()
@@ -162,52 +153,6 @@ class ControlClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def bind(router: zmq.Socket[bytes], endpoint: str) -> None:
-    """Bind, or raise a `ConfigError` that says what to change."""
-    if _is_served(endpoint):
-        raise ConfigError(f"cannot listen on {endpoint}: address already in use; give another --endpoint")
-    try:
-        router.bind(endpoint)
-    except zmq.ZMQError as error:
-        reason = "address already in use" if error.errno == errno.EADDRINUSE else str(error).lower()
-        raise ConfigError(f"cannot listen on {endpoint}: {reason}; give another --endpoint") from error
-
-
-def connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
-    """Start connecting, or raise a `ConfigError` if ``endpoint`` is none."""
-    try:
-        dealer.connect(endpoint)
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            f"{endpoint!r} is not an endpoint ({str(error).lower()}); give tcp://host:port or ipc://path"
-        ) from error
-
-
-def reachable(offered: str, control_endpoint: str) -> str:
-    """``offered`` as seen from a verifier that reached the service at ``control_endpoint``.
-
-    A service that listens on all interfaces cannot know by which of its names the verifier knows it.
-    """
-    for wildcard in ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:"):
-        if offered.startswith(wildcard) and control_endpoint.startswith("tcp://"):
-            return f"{control_endpoint.rpartition(':')[0]}:{offered.rpartition(':')[2]}"
-    return offered
-
-
-def _is_served(endpoint: str) -> bool:
-    """Whether somebody listens on an ``ipc://`` path: ZeroMQ would take the path from them without a word."""
-    path = endpoint.removeprefix("ipc://")
-    if path == endpoint or path.startswith(("@", "*")):
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
 
 
 def _next_message(endpoint: zmq.Socket[bytes], deadline: float) -> list[bytes] | None:

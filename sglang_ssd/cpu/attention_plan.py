@@ -17,7 +17,7 @@ NO_WINDOW = -1
 
 # Queries of a long prompt are cut into runs of this many tokens: a run needs a mask of run x keys, so that the mask of
 # a whole prompt (tokens x tokens) is never built, and keys later than the run are not even gathered.
-_MAX_RUN = 256
+_MAX_RUN = 128
 # Upper bound of rows x padded keys in one block. It bounds the temporary copy of K and V that a layer makes.
 _MAX_BLOCK_KEYS = 1 << 16
 

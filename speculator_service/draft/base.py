@@ -27,7 +27,7 @@ class BranchStep(NamedTuple):
     tokens: NDArray[np.int64]
     """[b, G] input token of each row."""
     prefix: NDArray[np.int64]
-    """[b, G] trunk positions [0, prefix) that the row attends to; row 0: its own position (and it attends to itself)."""
+    """[b, G] trunk positions [0, prefix) that the row attends to; row 0: its own position (also seen)."""
     depth: NDArray[np.int64]
     """[b, G] own cell that the row writes, 0..lookahead-1; its position is ``prefix + depth``, it attends to own
     cells 0..depth. Row 0: 0 (its token is written to the trunk at position ``prefix``)."""

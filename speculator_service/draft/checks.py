@@ -61,6 +61,7 @@ _CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
 )
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # What the attention for CPU in this package does not compute. On CUDA SGLang's own backends do.
 _CPU_KEYS = {
     "attn_logit_softcapping": "soft-capped attention scores",
@@ -86,6 +87,8 @@ def read_model_config(model_path: str, revision: str | None = None) -> dict[str,
         file = path / "config.json"
         if not file.is_file():
             raise ConfigError(f"The draft model directory {model_path!r} has no config.json; give a complete model.")
+        if not any(entry.suffix in _WEIGHT_SUFFIXES for entry in path.iterdir()):
+            raise ConfigError(f"The draft model directory {model_path!r} has no weights; give a complete model.")
     elif path.exists() or not _is_hub_name(model_path):
         raise ConfigError(f"The draft model path {model_path!r} is not a directory; give one that holds a model.")
     else:

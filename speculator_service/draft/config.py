@@ -36,6 +36,8 @@ class DraftConfig:
     """``shared_trunk`` (CPU only, its default) or a decode backend of SGLang (CUDA default: triton)."""
     revision: str | None = None
     trust_remote_code: bool = False
+    lean: bool = True
+    """On CPU, use the short forward of ``lean.py`` where it knows the model."""
     num_threads: int | None = None
     """CPU threads; default: OMP_NUM_THREADS, else 1."""
 

@@ -33,9 +33,24 @@ def load_engine(config: DraftConfig) -> DraftEngine:
         ConfigError: the configuration cannot work; where possible before weights are read.
     """
     config = config.resolved()
+    if config.device_type == "cuda" and config.gpu_id >= torch.cuda.device_count():
+        raise ConfigError(
+            f"The device {config.device} does not exist: torch sees {torch.cuda.device_count()} CUDA devices; "
+            "choose another one, or cpu."
+        )
     from speculator_service.draft.runner import load_runner  # imports SGLang: seconds
 
-    return DraftEngine(load_runner(config), config)
+    try:
+        runner = load_runner(config)
+    except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"SGLang cannot load the draft model {config.model_path!r} on {config.device} ({reason}); "
+            "give another model, device or pool size."
+        ) from error
+    return DraftEngine(runner, config)
 
 
 class DraftEngine:
@@ -145,8 +160,10 @@ class _SharedTrunkPath:
             return self._uniform(step, np.arange(used.size))
         # Most branches are dead in every slot, as in the last step of a round: leave them out.
         branches = np.nonzero(used)[0]
-        logits = self._uniform(BranchStep(step.slots, *(field[:, branches] for field in step[1:])), branches)
-        out = logits.new_zeros(*step.live.shape, logits.shape[-1])
+        slots, tokens, prefix, depth, live = step
+        part = BranchStep(slots, tokens[:, branches], prefix[:, branches], depth[:, branches], live[:, branches])
+        logits = self._uniform(part, branches)
+        out = logits.new_zeros(*live.shape, logits.shape[-1])
         return out.index_copy_(1, torch.from_numpy(branches), logits)
 
     def _uniform(self, step: BranchStep, branches: NDArray[np.int64]) -> torch.Tensor:

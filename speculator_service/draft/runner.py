@@ -12,6 +12,8 @@ from sglang.srt.plugins import load_plugins
 # Before anything else of SGLang is imported: without a GPU the plugin supplies operators that SGLang looks up then.
 load_plugins()
 
+import logging
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,9 +33,14 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, get_model, publish, spawn_world_rank
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from speculator_service.draft.cells import CellTable
 from speculator_service.draft.config import DraftConfig
-from speculator_service.draft.trunk_attention import AttentionPlan, attend
+from speculator_service.draft.lean import LeanForward, agrees, make_lean
+from speculator_service.draft.sglang_arguments import server_arguments
+from speculator_service.draft.trunk_attention import AttentionPlan, attend, plan_extend
 from ssd_proto.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class DraftRunner:
@@ -45,6 +52,7 @@ class DraftRunner:
     def __init__(self, runner: ModelRunner, planned: PlannedAttention | None) -> None:
         self._runner = runner
         self._planned = planned
+        self._lean: LeanForward | None = None
         self.device = torch.device(runner.device if runner.device == "cpu" else f"{runner.device}:{runner.gpu_id}")
         self.vocab_size = int(runner.model_config.vocab_size)
 
@@ -83,6 +91,8 @@ class DraftRunner:
         n, total = len(tokens), start + len(tokens)
         device = self.device
         positions = torch.arange(start, total, device=device)
+        if self._lean is not None and plan is not None:
+            return self._lean(tokens, positions, plan, last_only=True)[0]
         lengths = torch.tensor([total])
         batch = self._batch(
             ForwardMode.EXTEND,
@@ -117,9 +127,33 @@ class DraftRunner:
         All arguments are [n] int64 on the device, except ``lengths`` (position + 1) which is on the host. With the
         shared-trunk attention ``plan`` is needed and ``rows`` are not read. Does not wait for the device.
         """
+        if self._lean is not None and plan is not None:
+            return self._lean(tokens, positions, plan, last_only=False)
         return self._forward(
             self._batch(ForwardMode.DECODE, tokens, positions, cells, rows, positions + 1, lengths), plan
         )
+
+    def try_lean(self, context_length: int) -> None:
+        """Use the short forward from now on, if it knows the model and computes what the model computes.
+
+        To be called before any cell holds something: the comparison writes to the first cells.
+        """
+        runner, count = self._runner, min(4, context_length)
+        pool = runner.token_to_kv_pool
+        lean = make_lean(runner.model, pool.k_buffer, pool.v_buffer, context_length, self.vocab_size)
+        if lean is None:
+            return
+        cells = CellTable(np.arange(1, count + 1), 1, 0, 1, count)
+        cells.reserve(0, count)
+        plan = plan_extend(cells, 0, 0, count)
+        tokens = torch.arange(count)
+        wanted = self.extend(tokens, plan.written, row=0, start=0, plan=plan)
+        with torch.inference_mode():
+            got = lean(tokens, tokens, plan, last_only=True)[0]
+        if agrees(got, wanted, runner.dtype):
+            self._lean = lean
+        else:
+            logger.warning("The short CPU forward differs from SGLang's for this model and is not used.")
 
     def _batch(
         self,
@@ -207,7 +241,10 @@ def load_runner(config: DraftConfig) -> DraftRunner:
     Raises:
         ConfigError: SGLang cannot serve this model in the way the engine needs it.
     """
-    args = ServerArgs(**_server_arguments(config))
+    if config.device_type == "cpu":
+        # Some models compile single functions (Gemma3 its norm): minutes on CPU, for nothing.
+        torch._dynamo.config.disable = True
+    args = ServerArgs(**server_arguments(config))
     args.resolve_once()
     ports = PortArgs.init_new(args)
     rank = spawn_world_rank(args, tp_rank=0, pp_rank=0)
@@ -236,44 +273,12 @@ def load_runner(config: DraftConfig) -> DraftRunner:
             f"SGLang uses pages of {runner.page_size} tokens with the attention backend {config.attention_backend}, "
             "the draft engine needs 1; choose the backend triton."
         )
-    return DraftRunner(runner, _install_planned(runner) if config.attention_backend == "shared_trunk" else None)
-
-
-def _server_arguments(config: DraftConfig) -> dict[str, object]:
-    shared_trunk = config.attention_backend == "shared_trunk"
-    arguments: dict[str, object] = {
-        "model_path": config.model_path,
-        "revision": config.revision,
-        "trust_remote_code": config.trust_remote_code,
-        "device": config.device_type,
-        "base_gpu_id": config.gpu_id,
-        "dtype": config.dtype,
-        "attention_backend": "torch_native" if shared_trunk else config.attention_backend,
-        "page_size": 1,
-        "max_running_requests": config.max_rows,
-        "max_total_tokens": config.max_total_tokens,
-        "context_length": config.context_length,
-        "disable_radix_cache": True,
-        "disable_overlap_schedule": True,
-        "disable_hybrid_swa_memory": True,
-        "disable_prefill_cuda_graph": True,
-        "skip_tokenizer_init": True,
-        "log_level": "warning",
-    }
-    if config.device_type == "cpu":
-        arguments["disable_cuda_graph"] = True
-    else:
-        arguments["cuda_graph_bs_decode"] = graph_sizes(config.max_rows)
-    return arguments
-
-
-def graph_sizes(max_rows: int) -> list[int]:
-    """Batch sizes to capture decode graphs for: at most an eighth of the rows of a step is padding."""
-    sizes, size = [1, 2, 4], 8
-    while size < max_rows:
-        sizes.append(size)
-        size += max(8, 1 << (size.bit_length() - 4))
-    return [n for n in sizes if n < max_rows] + [max_rows]
+    if config.attention_backend != "shared_trunk":
+        return DraftRunner(runner, None)
+    draft = DraftRunner(runner, _install_planned(runner))
+    if config.lean:
+        draft.try_lean(model_config.context_len)
+    return draft
 
 
 def _install_planned(runner: ModelRunner) -> PlannedAttention:

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pool import CONFIGURATIONS, Oracle, ServerPool, SSDServer
-from support.service import assert_no_shared_memory
-from support.sglang_server import SGLangServer
+
+from tests.support.pool import CONFIGURATIONS, Oracle, ServerPool, SSDServer
+from tests.support.service import assert_no_shared_memory, shared_memory
+from tests.support.sglang_server import SGLangServer
 
 _ORDER = {name: position for position, name in enumerate(CONFIGURATIONS)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "last: runs after the other tests of its server, which it may end")
 
 
 @pytest.hookimpl(trylast=True)
@@ -63,8 +68,9 @@ def prompts() -> list[str]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After the test, the speculator service holds nothing and the system no shared memory."""
+    before = shared_memory()
     server = request.getfixturevalue("ssd") if "ssd" in request.fixturenames else None
     yield
     if server is not None and server.process.exit_code is None:
         server.service.assert_empty()
-    assert_no_shared_memory()
+    assert_no_shared_memory(before)

@@ -14,9 +14,10 @@ import zmq
 
 from ssd_proto import PROTOCOL_VERSION
 from ssd_proto.codec import encode
-from ssd_proto.control import ControlClient, ControlServer, reachable
+from ssd_proto.control import ControlClient, ControlServer
 from ssd_proto.errors import ChannelClosed, ConfigError, DeadlineExceeded, ProtocolError
 from ssd_proto.messages import Bye, Hello, InfoRequest, ModelFingerprint, Ping, Pong, Refusal
+from ssd_proto.sockets import reachable
 
 pytestmark = pytest.mark.filterwarnings("error")
 MODEL = ModelFingerprint("model", "LlamaForCausalLM", 2048, "digest")

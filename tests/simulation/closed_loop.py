@@ -14,10 +14,12 @@ from speculator_service.saguaro.fan_out import FanOut
 from speculator_service.sessions import Verifier
 from speculator_service.speculator import Speculator
 from ssd_proto.channel import SpeculatorChannel, VerifierChannel
+from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
 from ssd_proto.records import CloseSequence, Event, OpenSequence, ProposalKind, Proposals, outcome_dtype
 from ssd_proto.table import SpeculationTable, TableShape
 
 VOCAB = 40
+MakeChannels = Callable[[TableShape, int], tuple[SpeculatorChannel, VerifierChannel]]
 
 
 class LocalSpeculatorChannel(SpeculatorChannel):
@@ -61,6 +63,14 @@ def local_channels(shape: TableShape, incarnation: int) -> tuple[LocalSpeculator
         LocalSpeculatorChannel(SpeculationTable(shape, memory, incarnation), events),
         LocalVerifierChannel(SpeculationTable(shape, memory, incarnation), events),
     )
+
+
+def shm_channels(shape: TableShape, incarnation: int) -> tuple[SpeculatorChannel, VerifierChannel]:
+    """Both ends of a channel through real shared memory."""
+    ours = ShmSpeculatorChannel.create(shape, incarnation, "")
+    theirs = ShmVerifierChannel.attach(ours.address, shape, incarnation, "")
+    ours.unlink()
+    return ours, theirs
 
 
 class Models:
@@ -124,6 +134,7 @@ class ScriptedVerifier:
         self.sequences: dict[int, ScriptedSequence] = {}
         self.drop_probability = 0.0
         self.lucky_padding = 0.0
+        self.deadline_probability = 0.0
         self.unserved_allowed = False
         self.steps_while_verifying = 64
         self.kinds = dict.fromkeys(ProposalKind, 0)
@@ -158,13 +169,13 @@ class ScriptedVerifier:
             self._verify(outcome, slot, self.sequences[slot])
         self.channel.post(outcomes)
         proposals = self.channel.lookup(outcomes)
-        for _ in range(400):
+        impatient = self.rng.random() < self.deadline_probability
+        for _ in range(int(self.rng.integers(0, 6)) if impatient else 400):
             if (proposals.depth >= 0).all():
                 break
             self.drive()
             proposals = self.channel.wait(outcomes, proposals, timeout=0.0)
-        else:
-            raise AssertionError(f"no answer for slots {slots[proposals.depth < 0]}")
+        assert impatient or (proposals.depth >= 0).all(), f"no answer for slots {slots[proposals.depth < 0]}"
         self._take(slots, proposals)
 
     def _verify(self, outcome: np.void, slot: int, sequence: ScriptedSequence) -> None:
@@ -188,6 +199,9 @@ class ScriptedVerifier:
     def _take(self, slots: NDArray[np.int64], proposals: Proposals) -> None:
         for row, slot in enumerate(slots.tolist()):
             sequence, depth = self.sequences[slot], int(proposals.depth[row])
+            if depth < 0:  # the deadline has passed
+                sequence.proposal, sequence.kind = [], ProposalKind.EMPTY
+                continue
             chain = proposals.tokens[row, :depth].tolist()
             room = max(0, min(self.lookahead, self.context - len(sequence.text)))
             assert chain == self.models.continuation(sequence.text, depth)
@@ -246,10 +260,10 @@ class Loop:
                 return
         raise AssertionError("the speculator never comes to rest")
 
-    def connect(self, max_slots: int = 8) -> ScriptedVerifier:
-        shape = TableShape(max_slots, self.speculator.fan_out.num_outcomes, self.speculator.fan_out.lookahead)
+    def connect(self, make: MakeChannels = local_channels) -> ScriptedVerifier:
+        shape = TableShape(8, self.speculator.fan_out.num_outcomes, self.speculator.fan_out.lookahead)
         number = len(self.verifiers)
-        ours, theirs = local_channels(shape, 1000 + number)
+        ours, theirs = make(shape, 1000 + number)
         self.speculator.attach(Verifier(number, 1000 + number, f"scripted-{number}", shape, ours))
         verifier = ScriptedVerifier(theirs, self.models, self.rng, self.drive, self.draft.context_length)
         self.verifiers.append(verifier)

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from closed_loop import Loop, ScriptedVerifier
+from closed_loop import Loop, ScriptedVerifier, shm_channels
 
 from speculator_service.statistics import OutcomeKind
 from ssd_proto.records import ProposalKind
@@ -73,9 +72,22 @@ def test_dropped_proposals_closes_and_retractions(seed: int) -> None:
     assert loop.speculator.statistics.invalid == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_deadlines_that_pass_while_the_speculator_drafts(seed: int) -> None:
+    loop = Loop.build(seed)
+    verifier = loop.connect()
+    verifier.deadline_probability, verifier.lucky_padding, verifier.steps_while_verifying = 0.6, 0.2, 5
+    verifier.unserved_allowed = True  # a prompt may grow beyond one chunk
+    run(loop, [verifier], count=30, batch=4, events=0.02)
+    assert loop.speculator.statistics.invalid == 0
+
+
 def test_two_verifiers_share_the_engine() -> None:
     loop = Loop.build(max_sequences=8)
-    run(loop, [loop.connect(), loop.connect()], count=20, batch=4, events=0.03)
+    run(loop, [loop.connect(shm_channels), loop.connect(shm_channels)], count=20, batch=4, events=0.03)
+    for speculators, verifier in zip(loop.speculator.verifiers, loop.verifiers, strict=True):
+        loop.speculator.detach(speculators)
+        verifier.channel.close()
 
 
 def test_slow_speculator_is_cut_short_but_right() -> None:
@@ -163,8 +175,3 @@ def test_detach_frees_everything() -> None:
     for slot in range(3):
         other.close(slot)
     assert_all_free(loop)
-
-
-def test_rng_is_seeded() -> None:
-    assert Loop.build(3).prompt() == Loop.build(3).prompt()
-    assert np.array_equal(Loop.build(3).draft.next_logits([1]), Loop.build(3).draft.next_logits([1]))

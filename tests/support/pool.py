@@ -1,4 +1,4 @@
-"""The servers that many tests share: one without speculation for all, and one with SSD in one configuration at a time."""
+"""The servers that tests share: one without speculation, and one with SSD in one configuration at a time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.answers import Answer, Payload
-from support.processes import ServerFailed, free_port
-from support.service import ServiceView
-from support.sglang_server import SGLangServer, ssd_flags
+from tests.support.answers import Answer, Payload
+from tests.support.processes import ServerFailed, free_port
+from tests.support.service import ServiceView
+from tests.support.sglang_server import SGLangServer, ssd_flags
 
 DEADLINE_MS = 5000
 """Long, so that how many tokens are accepted does not depend on the load of the machine."""

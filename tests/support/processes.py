@@ -1,4 +1,4 @@
-"""Server processes for tests: started in a session of their own, awaited with a deadline, and ended whatever happens."""
+"""Server processes for tests: each in a session of its own, awaited with a deadline, ended whatever happens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 _POLL_S = 0.1
 _TERMINATE_WITHIN_S = 15.0
@@ -77,6 +78,11 @@ class Server:
         """Send a signal to the leader alone."""
         os.kill(self.pid, number)
 
+    def signal_descendant(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to one process of the session."""
+        assert os.getsid(pid) == self.pid, f"{pid} is not a process of {self.name}"
+        os.kill(pid, number)
+
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to every process of the session, as a terminal does with Ctrl-C."""
         with contextlib.suppress(ProcessLookupError):
@@ -91,10 +97,15 @@ class Server:
             return True
         return False
 
+    def group(self) -> dict[int, str]:
+        """Command lines of the processes of the group, by process id."""
+        return {pid: entry.command for pid, entry in processes().items() if entry.group == self.pid}
+
     def end(self) -> None:
         """End every process of the session: politely, then not. May be called twice."""
         for number, within_s in ((signal.SIGTERM, _TERMINATE_WITHIN_S), (signal.SIGKILL, _KILL_WITHIN_S)):
             self.signal_group(number)
+            self.signal_group(signal.SIGCONT)  # a stopped process would not notice
             deadline = time.monotonic() + within_s
             while not self.is_gone() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -126,13 +137,26 @@ def answers(url: str) -> bool:
         return False
 
 
-def children(pid: int) -> dict[int, str]:
-    """Command lines of the direct children of a process, by process id."""
+class Process(NamedTuple):
+    """An entry of the process table."""
+
+    parent: int
+    group: int
+    command: str
+
+
+def processes() -> dict[int, Process]:
+    """All processes, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                if int(parent) == pid:
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(entry.name)] = Process(int(fields[1]), int(fields[2]), command)
     return found
+
+
+def children(pid: int) -> dict[int, str]:
+    """Command lines of the direct children of a process, by process id."""
+    return {child: entry.command for child, entry in processes().items() if entry.parent == pid}

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.processes import Server, free_port, wait_until
-from support.sglang_server import DRAFT, ENVIRONMENT, LOOKAHEAD, read_metrics, total
+from tests.support.processes import Server, free_port, wait_until
+from tests.support.sglang_server import DRAFT, ENVIRONMENT, LOOKAHEAD, read_metrics, total
 
 _START_WITHIN_S = 120.0
 _EMPTY_WITHIN_S = 10.0
@@ -81,6 +81,13 @@ def shared_memory() -> list[str]:
     return sorted(path.name for path in _SHARED_MEMORY.glob("sglang_ssd_*"))
 
 
-def assert_no_shared_memory() -> None:
-    """Nothing of ours is left in ``/dev/shm``, within a short time (it has a name while a verifier attaches)."""
-    wait_until(lambda: not shared_memory(), _EMPTY_WITHIN_S, lambda: f"left in {_SHARED_MEMORY}: {shared_memory()}")
+def assert_no_shared_memory(but: Sequence[str] = ()) -> None:
+    """Nothing of ours is left in ``/dev/shm``, within a short time (it has a name while a verifier attaches).
+
+    ``but``: what was there before and may be somebody else's.
+    """
+
+    def left() -> list[str]:
+        return [name for name in shared_memory() if name not in but]
+
+    wait_until(lambda: not left(), _EMPTY_WITHIN_S, lambda: f"left in {_SHARED_MEMORY}: {left()}")

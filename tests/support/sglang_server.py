@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from support.answers import Answer, Payload
-from support.processes import Server, free_port
+from tests.support.answers import Answer, Payload
+from tests.support.processes import Server, free_port
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TARGET = CHECKOUT / "tests" / "models" / "tiny-target"

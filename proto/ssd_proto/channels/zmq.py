@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from ssd_proto.channel import SpeculatorChannel
 from ssd_proto.channels.events import EventDecoder, RecordingChannel
 from ssd_proto.channels.publication import apply, entries_frame, keys_frame
-from ssd_proto.control import bind, connect
 from ssd_proto.doorbell import Doorbell
 from ssd_proto.errors import ChannelClosed, ChannelFull, ProtocolError
 from ssd_proto.records import Event
+from ssd_proto.sockets import bind, configure, connect, readable
 from ssd_proto.table import SpeculationTable, TableShape
 
 _QUEUED_MESSAGES: Final = 256
@@ -39,8 +39,6 @@ _MAX_MESSAGE_BYTES: Final = 1 << 26
 _MESSAGES_AT_ONCE: Final = 64
 """Read in one go, so that no call takes long; a round has about as many as it has draft steps."""
 _BEAT_INTERVAL_S: Final = 0.25
-_HEARTBEAT_MS: Final = 5_000
-"""ZeroMQ's own, so that a connection to a host that vanished is given up and made anew."""
 
 
 class ZmqHub:
@@ -57,13 +55,13 @@ class ZmqHub:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            _configure(self._socket)
+            configure(self._socket, _QUEUED_MESSAGES, _MAX_MESSAGE_BYTES)
             # A verifier whose connection broke comes back before the old one is known to be dead.
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             bind(self._socket, endpoint)
             self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            """For `ChannelOffer.address`; the verifier passes it through `ssd_proto.control.reachable`."""
+            """For `ChannelOffer.address`; the verifier passes it through `ssd_proto.sockets.reachable`."""
             self._poller = self._make_poller(None)
         except BaseException:
             self.close()
@@ -95,7 +93,7 @@ class ZmqHub:
         """Hand the messages that have arrived to their channels. Never waits."""
         self._require_open()
         for _ in range(_MESSAGES_AT_ONCE):
-            if not _readable(self._socket):
+            if not readable(self._socket):
                 return
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             channel = self._channels.get(frames[0])
@@ -234,7 +232,7 @@ class ZmqVerifierChannel(RecordingChannel):
     """The verifier's end; its ``table`` is a mirror."""
 
     def __init__(self, address: str, shape: TableShape, incarnation: int, connect_timeout_s: float = 5.0) -> None:
-        """Connect to the hub at ``address`` (as seen from here: `ssd_proto.control.reachable`).
+        """Connect to the hub at ``address`` (as seen from here: `ssd_proto.sockets.reachable`).
 
         Raises `ChannelClosed` if it is not reached within ``connect_timeout_s`` seconds and
         `ConfigError` if ``address`` is not an endpoint.
@@ -245,10 +243,8 @@ class ZmqVerifierChannel(RecordingChannel):
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         try:
-            _configure(self._socket)
+            configure(self._socket, _QUEUED_MESSAGES, _MAX_MESSAGE_BYTES)
             self._socket.setsockopt(zmq.ROUTING_ID, _routing_id(incarnation))
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-            self._socket.setsockopt(zmq.IMMEDIATE, 1)
             connect(self._socket, address)
             if not self._socket.poll(int(connect_timeout_s * 1000), zmq.POLLOUT):
                 raise ChannelClosed(f"the speculator is not reached at {address} within {connect_timeout_s:g} s")
@@ -260,7 +256,7 @@ class ZmqVerifierChannel(RecordingChannel):
         """Apply what has arrived to `table`. Never waits. `ProtocolError` on what the protocol does not allow."""
         self._require_open()
         for _ in range(_MESSAGES_AT_ONCE):
-            if not _readable(self._socket):
+            if not readable(self._socket):
                 return
             self._last_beat = time.monotonic()
             for frame in self._socket.recv_multipart(zmq.NOBLOCK):
@@ -286,19 +282,6 @@ class ZmqVerifierChannel(RecordingChannel):
     def _require_open(self) -> None:
         if self._socket.closed:
             raise ChannelClosed("this end of the channel was closed")
-
-
-def _configure(endpoint: zmq.Socket[bytes]) -> None:
-    for option in (zmq.SNDHWM, zmq.RCVHWM):
-        endpoint.setsockopt(option, _QUEUED_MESSAGES)
-    endpoint.setsockopt(zmq.LINGER, 0)
-    endpoint.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-    endpoint.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-
-
-def _readable(endpoint: zmq.Socket[bytes]) -> bool:
-    """Whether a message has arrived; cheaper than to try and catch."""
-    return bool(int(endpoint.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _routing_id(incarnation: int) -> bytes:

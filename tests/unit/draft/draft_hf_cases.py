@@ -75,9 +75,15 @@ class Harness:
         from transformers import AutoModelForCausalLM
 
         config = DraftConfig(
-            model_path, SLOTS, BRANCHES, K, device=device, dtype="float32", context_length=CONTEXT,
+            model_path,
+            SLOTS,
+            BRANCHES,
+            K,
+            device=device,
+            dtype="float32",
+            context_length=CONTEXT,
             attention_backend=backend,
-        )  # fmt: skip
+        )
         self.engine: DraftEngine = load_engine(config)
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval().to(device)
         self.rng = np.random.default_rng(seed)
@@ -105,7 +111,7 @@ class Harness:
 
     @torch.inference_mode()
     def check(self, logits: torch.Tensor, contexts: list[list[int]]) -> None:
-        """Logits [n, V] must be the reference's after each of n contexts (causal, so padding after them is harmless)."""
+        """Logits [n, V] must be the reference's after each of n contexts (padding after them is not seen)."""
         length = max(map(len, contexts))
         padded = torch.tensor([c + [0] * (length - len(c)) for c in contexts]).to(self.reference.device)
         last = torch.tensor([len(c) - 1 for c in contexts])
@@ -163,8 +169,7 @@ class Harness:
         live = (depth >= 0) & (depth < K)
         live[:, 0] = x == 0
         depth[:, 0] = 0
-        live[self.rng.random(shape) < 0.1] = False  # a branch may end early
-        live[:, 0] = x == 0
+        live[:, 1:] &= self.rng.random((shape[0], BRANCHES)) > 0.1  # a branch may end early
         tokens = self.rng.integers(3, self.engine.vocab_size, shape)
         contexts = []
         for i, s in enumerate(slots):
@@ -208,8 +213,10 @@ class Harness:
         self.check(logits, [self.slots[s].tokens for s in slots])
 
 
-def compare(model_path: str, backend: str, rounds: int, seed: int = 0, device: str = "cpu") -> tuple[int, float, float]:
-    """Random opens, rounds, adoptions, rejections and closes; returns (rows compared, worst, spread of logits)."""
+def compare(
+    model_path: str, backend: str, rounds: int, seed: int = 0, device: str = "cpu"
+) -> tuple[int, float, float, bool]:
+    """Random opens, rounds, adoptions, rejections and closes; see the return value."""
     harness = Harness(model_path, backend, seed, device)
     for number in range(rounds):
         for s in range(SLOTS):
@@ -227,4 +234,5 @@ def compare(model_path: str, backend: str, rounds: int, seed: int = 0, device: s
     assert harness.engine.free_tokens == harness.free_at_start, "cells were lost"
     if device == "cpu":
         assert torch.get_num_threads() == 1
-    return harness.compared, harness.worst, harness.spread
+    short_forward = harness.engine._path._runner._lean is not None  # type: ignore[attr-defined]
+    return harness.compared, harness.worst, harness.spread, short_forward

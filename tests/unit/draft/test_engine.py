@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import draft_hf_cases
 import pytest
+
+from speculator_service.draft.config import DraftConfig
+from speculator_service.draft.engine import load_engine
+from ssd_proto.errors import ConfigError
 
 TINY_DRAFT = Path(__file__).resolve().parents[2] / "models" / "tiny-draft"
 KINDS = ["Llama", "Qwen2", "Qwen3", "Gemma3"]
@@ -20,7 +25,6 @@ def process() -> Iterator[Callable[..., object]]:
     context = multiprocessing.get_context("forkserver")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # Gemma3 compiles a layer, which takes minutes
         context.set_forkserver_preload(["speculator_service.draft.runner", "transformers", "draft_hf_cases"])
         with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
             yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
@@ -41,6 +45,29 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, process: Callable[...,
     return get
 
 
+def load_refused(path: str) -> str:
+    """In a process of its own: the sentence with which the model is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_engine(DraftConfig(path, max_slots=2, num_branches=4, lookahead=2))
+    return str(caught.value)
+
+
+def test_broken_model_is_refused_in_one_sentence(process: Callable[..., object], tmp_path: Path) -> None:
+    config = json.loads((TINY_DRAFT / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    (tmp_path / "model.safetensors").symlink_to(TINY_DRAFT / "model.safetensors")
+    said = process(load_refused, str(tmp_path))
+    assert isinstance(said, str)
+    assert said.startswith("SGLang cannot load the draft model")
+    assert "\n" not in said
+
+
+def test_missing_cuda_device_is_refused_before_sglang_is_imported() -> None:
+    config = DraftConfig(str(TINY_DRAFT), max_slots=2, num_branches=4, lookahead=2, device="cuda:99")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_engine(config)
+
+
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [(kind, "shared_trunk") for kind in [*KINDS, "tiny-draft"]]
@@ -51,7 +78,8 @@ def test_equals_hugging_face(
 ) -> None:
     result = process(draft_hf_cases.compare, str(checkpoints(kind)), backend, 10)
     assert isinstance(result, tuple)
-    compared, worst, spread = result
+    compared, worst, spread, short_forward = result
+    assert short_forward == (backend == "shared_trunk" and kind != "Gemma3")
     assert compared > 300
     assert worst <= draft_hf_cases.TOLERANCE
     assert spread > 0.5, "the reference's logits hardly differ: the comparison shows nothing"

@@ -16,7 +16,8 @@ LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys
 signal.signal(signal.SIGTERM, {on_terminate})
-helper = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, {on_terminate}); time.sleep(99)"])
+code = "import signal, time; signal.signal(15, {on_terminate}); time.sleep(99)"
+helper = subprocess.Popen([sys.executable, "-c", code])
 pathlib.Path("pids").write_text(f"{{os.getpid()}} {{helper.pid}}")
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
@@ -28,7 +29,8 @@ children.TERMINATE_WITHIN_S = 0.5
 children.end_on_signals()
 port = children.free_port()
 command = [sys.executable, "-c", {server!r}, str(port)]
-with children.running("server", command, log=pathlib.Path("log"), health=f"http://127.0.0.1:{{port}}/", ready_within_s=20):
+health = f"http://127.0.0.1:{{port}}/"
+with children.running("server", command, log=pathlib.Path("log"), health=health, ready_within_s=20):
     pathlib.Path("ready").touch()
     {body}
 """

@@ -40,7 +40,7 @@ service_messages = st.one_of(
     st.builds(Welcome, ints, ints, models, ints, ints, ints, ints, offers, seconds, seconds),
     st.builds(Refusal, ints, words),
     st.builds(Pong, ints, st.booleans()),
-    st.builds(Info, ints, ints, models, ints, st.lists(ints, max_size=5), ints, ints, words, st.lists(words)),
+    st.builds(Info, ints, ints, models, ints, st.lists(ints, max_size=5), ints, ints, words, st.lists(words), ints),
 )
 
 

@@ -84,30 +84,25 @@ def test_against_a_dictionary(trace: list[tuple[str, int, int, int, int, int, in
         else:
             entries[(*half, 4)] = (generation, round_, key, depth, token)
             table.reply(*one(slot, generation, round_, key, depth), tokens)
-    for slot in range(3):
-        for generation in range(1, 4):
-            for round_ in range(6):
-                for key in range(6):
-                    half = (slot, round_ & 1)
-                    columns = columns_of[half]
-                    column = columns.index(key) if key in columns else None
-                    place = entries.get((*half, -1 if column is None else column))
-                    _expect(table.read(*one(slot, generation, round_, key)), place, (generation, round_, key))
-                    reply = entries.get((*half, 4))
-                    _expect(table.read_reply(*one(slot, generation, round_, key)), reply, (generation, round_, key))
+    grid = np.meshgrid(np.arange(3), np.arange(1, 4), np.arange(6), np.arange(6))
+    asked = tuple(axis.ravel() for axis in grid)
+    found, replied = table.read(*asked), table.read_reply(*asked)
+    for row, (slot, generation, round_, key) in enumerate(zip(*(axis.tolist() for axis in asked), strict=True)):
+        half = (slot, round_ & 1)
+        column = columns_of[half].index(key) if key in columns_of[half] else -1
+        identity = generation, round_, key
+        _expect(found[0][row], found[1][row], entries.get((*half, column)), identity)
+        _expect(replied[0][row], replied[1][row], entries.get((*half, 4)), identity)
 
 
 def _expect(
-    got: tuple[NDArray[np.int64], NDArray[np.int64]],
-    entry: tuple[int, ...] | None,
-    identity: tuple[int, int, int],
+    depth: np.int32, tokens: NDArray[np.int32], entry: tuple[int, ...] | None, identity: tuple[int, int, int]
 ) -> None:
-    depth, tokens = got
     if entry is None or entry[:3] != identity:
-        assert depth.tolist() == [-1]
+        assert depth == -1
     else:
-        assert depth.tolist() == [entry[3]]
-        assert tokens.tolist() == [[entry[4], entry[4] + 1, entry[4] + 2]]
+        assert depth == entry[3]
+        assert tokens.tolist() == [entry[4], entry[4] + 1, entry[4] + 2]
 
 
 small = st.integers(0, 40)

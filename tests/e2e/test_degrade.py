@@ -1,0 +1,164 @@
+"""A speculator that is absent, killed, stuck or shared: generation goes on, exact, and speculation comes back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from tests.support.answers import Payload, greedy
+from tests.support.pool import Oracle, ServerPool
+from tests.support.processes import ended_at_exit, free_port, wait_until
+from tests.support.service import Service
+from tests.support.sglang_server import SGLangServer, ssd_flags, total
+
+DEADLINE_S = 2.0
+SLACK_S = 1.5
+"""For a loaded machine."""
+ATTACH_WITHIN_S = 20.0
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> str:
+    """Where the service of these tests listens, if it runs."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def start(pool: ServerPool, endpoint: str) -> SGLangServer:
+    """A server that uses the service at ``endpoint``."""
+    options = {"deadline_ms": 1000 * DEADLINE_S, "connect_timeout_s": 1}
+    flags = [*ssd_flags(options, draft=None), "--speculative-ssd-endpoint", endpoint]
+    return SGLangServer("ssd-external", flags, pool.logs)
+
+
+@pytest.fixture(scope="module")
+def server(pool: ServerPool, endpoint: str) -> Iterator[SGLangServer]:
+    """Started while nobody listens at the endpoint."""
+    pool.end_ssd()
+    external = start(pool, endpoint)
+    with ended_at_exit(external.process):
+        yield external
+
+
+@pytest.fixture
+def service(pool: ServerPool, endpoint: str) -> Iterator[Service]:
+    """A service at the endpoint, for one test."""
+    running = Service(endpoint, pool.logs)
+    with ended_at_exit(running.process):
+        yield running
+
+
+def is_connected(server: SGLangServer) -> bool:
+    return total(server.metrics(), "sglang_ssd:connected") == 1
+
+
+def wait_connected(server: SGLangServer, expected: bool = True) -> None:
+    """The gauge follows when the server has something to do: it takes over connections between rounds."""
+
+    def reached() -> bool:
+        server.generate(greedy("def f(x):", 4))
+        return is_connected(server) is expected
+
+    wait_until(reached, ATTACH_WITHIN_S, server.process.log_end)
+
+
+def hits(server: SGLangServer) -> float:
+    metrics = server.metrics()
+    return sum(total(metrics, "sglang_ssd:proposals_total", f'kind="{kind}"') for kind in ("hit", "short_hit"))
+
+
+def assert_speculates(server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
+    before = hits(server)
+    answers = oracle.assert_same(server, [greedy(prompt, 40) for prompt in prompts[:4]])
+    assert sum(len(a.ids) for a in answers) > 1.5 * sum(a.rounds for a in answers)
+    assert hits(server) > before
+
+
+def test_no_service_at_start(server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
+    oracle.assert_same(server, [greedy(prompt, 40) for prompt in prompts[:4]])
+    assert not is_connected(server)
+    assert hits(server) == 0
+    assert "decoding goes on without speculation" in server.process.log_text()
+
+
+def test_attaches_when_a_service_appears(
+    server: SGLangServer, service: Service, oracle: Oracle, prompts: list[str]
+) -> None:
+    wait_connected(server)
+    assert_speculates(server, oracle, prompts)
+    service.assert_empty()
+
+
+def interrupted(
+    server: SGLangServer, service: Service, payload: Payload, signals: dict[int, signal.Signals]
+) -> tuple[list[int], list[float]]:
+    """Stream ``payload`` and send the service signals at these chunks; the tokens, and the pauses between chunks."""
+    tokens, times = [], []
+    for position, chunk in enumerate(server.stream(payload)):
+        tokens = chunk["output_ids"]
+        times.append(time.monotonic())
+        if position in signals:
+            service.process.signal(signals[position])
+    return tokens, [after - before for before, after in pairwise(times)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stuck"])
+def test_lost_in_mid_generation(
+    server: SGLangServer, service: Service, oracle: Oracle, prompts: list[str], number: signal.Signals
+) -> None:
+    """The text is the same, and the one pause is as long as the deadline."""
+    wait_connected(server)
+    lost_before = total(server.metrics(), "sglang_ssd:connections_lost_total")
+    payload = greedy(prompts[0], 300, ignore_eos=True)
+    tokens, pauses = interrupted(server, service, payload, {8: number})
+    assert tokens == list(oracle(payload).ids)
+    assert max(pauses) < DEADLINE_S + SLACK_S, max(pauses)
+    assert sum(pause > 0.8 * DEADLINE_S for pause in pauses) <= 1, sorted(pauses)[-3:]
+    wait_connected(server, expected=False)
+    assert total(server.metrics(), "sglang_ssd:connections_lost_total") == lost_before + 1
+    assert "is gone" in server.process.log_text()
+
+
+def test_comes_back_in_mid_generation(
+    server: SGLangServer, service: Service, oracle: Oracle, prompts: list[str]
+) -> None:
+    """A service that stops for a while and goes on: its answers are used again, in the same request."""
+    wait_connected(server)
+    payload = greedy(prompts[1], 300, ignore_eos=True)
+    rounds_before = total(server.metrics(), "sglang_ssd:proposals_total")
+    hits_before = hits(server)
+    tokens, _ = interrupted(server, service, payload, {8: signal.SIGSTOP, 20: signal.SIGCONT})
+    assert tokens == list(oracle(payload).ids)
+    rounds = total(server.metrics(), "sglang_ssd:proposals_total") - rounds_before
+    assert hits(server) - hits_before > 0.5 * (rounds - 20)
+    assert_speculates(server, oracle, prompts)
+    service.assert_empty()
+
+
+def test_two_servers_share_a_service(
+    pool: ServerPool, server: SGLangServer, service: Service, endpoint: str, oracle: Oracle, prompts: list[str]
+) -> None:
+    """Each gets its own speculations; the service outlives either."""
+    wait_connected(server)
+    second = start(pool, endpoint)
+    with ended_at_exit(second.process):
+        assert service.metric("verifiers") == 2
+        payloads = [greedy(prompt, 30) for prompt in prompts[:8]]
+        streams = [each.stream(greedy(prompts[9], 200, ignore_eos=True)) for each in (server, second)]
+        for stream in streams:
+            next(stream)
+        for each in (server, second):
+            oracle.assert_same(each, payloads)
+        ends = [list(stream)[-1]["output_ids"] for stream in streams]
+        assert ends == [list(oracle(greedy(prompts[9], 200, ignore_eos=True)).ids)] * 2
+        service.assert_empty()
+        assert_speculates(second, oracle, prompts)
+        second.process.signal(signal.SIGKILL)
+    wait_until(lambda: service.metric("verifiers") == 1, 60, "the ended server is still known to the service")
+    assert_speculates(server, oracle, prompts)
+    service.assert_empty()

@@ -7,6 +7,7 @@ answering the heartbeat or no longer knows this verifier; decoding goes on plain
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -32,6 +33,7 @@ _RETRY_S = 0.5
 _RETRY_AFTER_REFUSAL_S = 30.0
 _HANDSHAKE_TIMEOUT_S = 2.0
 _MISSED_HEARTBEATS = 3
+_client_numbers = itertools.count()
 
 
 @dataclass(slots=True)
@@ -143,7 +145,7 @@ def say_hello(
     """Make the `Hello` of a verifier, given the incarnation of a connection."""
     target = fingerprint(model_path)
     host = host_identity()
-    name = f"{socket.gethostname()}:{os.getpid()}"
+    name = f"{socket.gethostname()}:{os.getpid()}:{next(_client_numbers)}"
 
     def hello(incarnation: int) -> Hello:
         return Hello(

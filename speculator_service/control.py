@@ -157,6 +157,8 @@ class ControlThread:
     # -- handshake ---------------------------------------------------------------------------------
 
     def _welcome(self, hello: Hello) -> Welcome | Refusal:
+        for verifier in self._registry.take_namesakes(hello.name):
+            self._detach(verifier)
         reason = self._objection(hello)
         if reason is None:
             try:

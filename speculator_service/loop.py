@@ -79,14 +79,15 @@ class ModelLoop:
     def run(self) -> None:
         """Serve until `stop`.  An error of the draft engine ends it, as does one that `fail` was told of."""
         self._tune_collector()
+        busy = False
         try:
             while not self._stopping:
                 self._make_calls()
                 self._beat()
-                busy = self._speculator.poll()
+                was_busy, busy = busy, self._speculator.poll()
                 busy |= self._speculator.advance()
-                if not busy:
-                    self._idle()
+                if not busy and not (was_busy and self._spin()):
+                    self._rest()
             self._make_calls()
         finally:
             gc.enable()
@@ -112,16 +113,21 @@ class ModelLoop:
     def _has_work(self) -> bool:
         return self._stopping or not self._calls.empty() or self._speculator.pending()
 
-    def _idle(self) -> None:
-        """Poll for a short while, then sleep until somebody rings or it is time to look again."""
+    def _spin(self) -> bool:
+        """Poll for a short while, as an outcome often follows soon; returns whether there is work."""
         deadline = time.monotonic() + self._spin_s
         while time.monotonic() < deadline:
             if self._has_work():
-                return
-        open_sequences = any(verifier.num_sequences for verifier in self._speculator.verifiers)
-        if not open_sequences:
+                return True
+        return False
+
+    def _rest(self) -> None:
+        """Sleep until somebody rings or it is time to look again."""
+        if any(verifier.num_sequences for verifier in self._speculator.verifiers):
+            self._sleep(_SLEEP_WITH_SEQUENCES_S)
+        else:
             self._collect_garbage()
-        self._sleep(_SLEEP_WITH_SEQUENCES_S if open_sequences else _SLEEP_WITHOUT_SEQUENCES_S)
+            self._sleep(_SLEEP_WITHOUT_SEQUENCES_S)
 
     def _sleep(self, timeout_s: float) -> None:
         channels = [verifier.channel for verifier in self._speculator.verifiers]

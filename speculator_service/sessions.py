@@ -80,6 +80,13 @@ class VerifierRegistry:
         self._last_heard.pop(incarnation, None)
         return self._verifiers.pop(incarnation, None)
 
+    def take_namesakes(self, name: str) -> list[Verifier]:
+        """Remove and return the connections that the verifier ``name`` has given up by saying hello anew."""
+        namesakes = [verifier for verifier in self._verifiers.values() if verifier.name == name]
+        for verifier in namesakes:
+            self.remove(verifier.incarnation)
+        return namesakes
+
     def take_expired(self, now: float) -> list[Verifier]:
         """Remove and return the connections that were silent for too long, or that the speculator gave up."""
         gone = [

@@ -32,7 +32,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     version: int
     incarnation: Incarnation
     name: str
-    """For logs: host and process of the verifier."""
+    """Host, process and number of the verifier: one that says hello anew has given its older connections up."""
     host: str
     """Boot identity of the verifier's host; shared memory is offered only to the same host."""
     target: ModelFingerprint

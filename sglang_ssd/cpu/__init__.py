@@ -28,6 +28,7 @@ def activate() -> bool:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # A few of SGLang's layers and its seeded sampler are compiled; on CPU that takes minutes and needs a C++ compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _forget_earlier_answers()
 
     from sglang_ssd.cpu import operators, sglang_hooks
 
@@ -37,6 +38,13 @@ def activate() -> bool:
     sglang_hooks.install()
     logger.info("no accelerator and no native CPU operators: SGLang runs on the torch_cpu operators of sglang-ssd")
     return True
+
+
+def _forget_earlier_answers() -> None:
+    """`import sglang; sglang.Engine(...)` imports most of SGLang before plugins, and SGLang remembers is_cpu()."""
+    common = sys.modules.get("sglang.srt.utils.common")
+    if common is not None:
+        common.is_cpu.cache_clear()
 
 
 def _has_accelerator() -> bool:

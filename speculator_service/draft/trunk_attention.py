@@ -106,25 +106,25 @@ def plan_decode(
     A dead row writes to cell 0 and sees the first key, so that its output is finite.
     """
     b, g = prefix.shape
-    is_trunk = branches == 0
+    columns = np.nonzero(branches)[0]  # the B columns that are branches
     depth = np.where(live, depth, 0)
     positions = np.where(live, prefix + depth, 0)
-    extent = np.where(live, prefix + is_trunk, 1)  # trunk keys seen: [0, extent)
+    extent = np.where(live, prefix + (branches == 0), 1)  # trunk keys seen: [0, extent)
     length, width = max(int(extent.max()), 1), int(depth.max()) + 1
-    own = cells.own[slots[:, None], branches, :width]  # [b, G, W]
     trunk = cells.trunk[slots, :length]
-    own_positions = np.where(live, prefix, 0)[:, :, None] + np.arange(width)
+    own = cells.own[slots[:, None], branches[columns], :width]  # [b, B, W]
+    own_positions = prefix[:, columns, None] + np.arange(width)
     sees_trunk = np.arange(length) < extent[:, :, None]
-    sees_own = np.zeros((b, g, g, width), np.bool_)
-    diagonal = np.arange(g)
-    branch_live = (live & ~is_trunk)[:, :, None]
-    sees_own[:, diagonal, diagonal] = (np.arange(width) <= depth[:, :, None]) & branch_live
-    written = np.take_along_axis(own, depth[:, :, None], 2)[:, :, 0]
-    at_trunk = cells.trunk[slots[:, None], positions]
+    sees_own = np.zeros((b, g, len(columns), width), np.bool_)
+    sees_own[:, columns, np.arange(len(columns))] = np.arange(width) <= depth[:, columns, None]
+    sees_own &= live[:, :, None, None]
+    written = cells.trunk[slots[:, None], positions]
+    written[:, columns] = np.take_along_axis(own, depth[:, columns, None], 2)[:, :, 0]
+    written[~live] = 0
     return AttentionPlan(
         np.concatenate([trunk, own.reshape(b, -1)], 1),
         np.concatenate([np.broadcast_to(np.arange(length), (b, length)), own_positions.reshape(b, -1)], 1),
         positions,
-        np.concatenate([sees_trunk, sees_own.reshape(b, g, g * width)], 2),
-        np.where(live, np.where(is_trunk, at_trunk, written), 0),
+        np.concatenate([sees_trunk, sees_own.reshape(b, g, -1)], 2),
+        written,
     )

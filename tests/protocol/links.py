@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,6 @@ def same_event(got: Event, expected: Event) -> bool:
     return type(got) is type(expected) and all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def channel_names() -> set[str]:
-    """Names of channels in the system's shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("sglang_ssd_*")}
+def channel_names(creator: int | None = None) -> set[str]:
+    """Names of channels in the system's shared memory that a process made (default: this one)."""
+    return {path.name for path in Path("/dev/shm").glob(f"sglang_ssd_{creator or os.getpid()}_*")}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
 from ssd_proto.channels.zmq import ZmqHub, ZmqVerifierChannel
 from ssd_proto.doorbell import Doorbell
 from ssd_proto.errors import ChannelClosed, ChannelFull, ConfigError, ProtocolError
+from ssd_proto.records import OpenSequence
 from ssd_proto.table import TableShape
 
 pytestmark = pytest.mark.filterwarnings("error")
+Connect = Callable[[], ZmqVerifierChannel]
 
 
 @pytest.fixture
@@ -34,6 +37,13 @@ def hub() -> Iterator[ZmqHub]:
     hub = ZmqHub("tcp://127.0.0.1:0")
     yield hub
     hub.close()
+
+
+@pytest.fixture
+def connect(hub: ZmqHub) -> Iterator[Connect]:
+    """Make verifiers' ends at the ``hub``, of incarnation 9."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(ZmqVerifierChannel(hub.endpoint, SHAPE, 9)))
 
 
 @pytest.mark.parametrize("byte", [0, 4, 7, 8, 12, 16, 30, 63])
@@ -64,10 +74,18 @@ def test_record_announced_but_not_written(shm: Link) -> None:
 
 def test_prompt_larger_than_the_ring(shm: Link) -> None:
     """Is refused as any other back-pressure, and does not spoil what follows."""
-    with pytest.raises(ChannelFull):
-        shm.verifier.open_sequence(0, 0, np.arange(2000))
-    shm.verifier.close_sequence(0, 0)
-    assert shm.next_event() == (0, 0)
+    longest = (4096 - 24) // 4
+    for _ in range(2):
+        with pytest.raises(ChannelFull):
+            shm.verifier.open_sequence(0, 0, np.arange(longest + 1))
+        shm.verifier.open_sequence(0, 0, np.arange(longest))
+        with pytest.raises(ChannelFull):
+            shm.verifier.close_sequence(0, 0)
+        event = shm.next_event()
+        assert isinstance(event, OpenSequence)
+        assert len(event.tokens) == longest
+        shm.verifier.close_sequence(0, 0)
+        assert shm.next_event() == (0, 0)
 
 
 def test_doorbell_only_when_asleep(shm: Link) -> None:
@@ -111,8 +129,9 @@ def test_attach_checks_what_was_agreed() -> None:
 
 def test_not_enough_memory() -> None:
     """Shows at creation as a sentence, not as a bus error in the middle of a round; no name is left."""
+    system = os.statvfs("/dev/shm")
     with pytest.raises(ConfigError, match="--shm-size"):
-        Segment.create(1 << 50)
+        Segment.create(system.f_blocks * system.f_frsize + (1 << 20))
     assert not list(Path("/dev/shm").glob(f"sglang_ssd_{os.getpid()}_*"))
 
 
@@ -124,10 +143,10 @@ def test_table_held_by_somebody_survives_close() -> None:
     assert int(entries.sum()) == 0
 
 
-def test_strangers_at_the_hub(hub: ZmqHub) -> None:
+def test_strangers_at_the_hub(hub: ZmqHub, connect: Connect) -> None:
     """Peers without a channel, or with too many frames, are counted and harm nobody."""
     channel = hub.channel(SHAPE, 9)
-    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier = connect()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(hub.endpoint)
@@ -138,47 +157,42 @@ def test_strangers_at_the_hub(hub: ZmqHub) -> None:
             assert channel.poll() is None
     verifier.close_sequence(1, 2)
     assert eventually(channel.poll) == (1, 2)
-    verifier.close()
     channel.close()
 
 
 @pytest.mark.parametrize("record", [b"", b"x", bytes(16), bytes(24), b"\xff" * 400])
-def test_nonsense_instead_of_records(hub: ZmqHub, record: bytes) -> None:
+def test_nonsense_instead_of_records(hub: ZmqHub, connect: Connect, record: bytes) -> None:
     channel = hub.channel(SHAPE, 9)
-    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier = connect()
     verifier._socket.send(record)
     for _ in range(2):
         with pytest.raises(ProtocolError):
             eventually(channel.poll)
-    verifier.close()
     channel.close()
 
 
-def test_lost_record(hub: ZmqHub) -> None:
+def test_lost_record(hub: ZmqHub, connect: Connect) -> None:
     """A gap in the numbers ends the channel: the speculator must not go on with half of what was posted."""
     channel = hub.channel(SHAPE, 9)
-    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier = connect()
     verifier.close_sequence(0, 0)
     verifier._sequence += 1
     verifier.close_sequence(0, 1)
     assert eventually(channel.poll) == (0, 0)
     with pytest.raises(ProtocolError):
         eventually(channel.poll)
-    verifier.close()
 
 
-def test_second_connection_of_an_incarnation(hub: ZmqHub) -> None:
+def test_second_connection_of_an_incarnation(hub: ZmqHub, connect: Connect) -> None:
     """Takes the place of the first (a broken connection that is not known to be broken yet), but not its history."""
     channel = hub.channel(SHAPE, 9)
-    first = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    first = connect()
     first.close_sequence(0, 0)
     assert eventually(channel.poll) == (0, 0)
-    second = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    second = connect()
     second.close_sequence(0, 0)
     with pytest.raises(ProtocolError):
         eventually(channel.poll)
-    first.close()
-    second.close()
 
 
 def test_closed_hub() -> None:
@@ -199,7 +213,7 @@ def test_hub_on_a_taken_port(hub: ZmqHub) -> None:
         ZmqHub(hub.endpoint)
 
 
-def test_hostile_publications(hub: ZmqHub) -> None:
+def test_hostile_publications(hub: ZmqHub, connect: Connect) -> None:
     """Every index and size is checked before the mirror is touched; valid frames before and after do arrive."""
     at, key, tokens = np.array([0]), np.array([5]), np.ones((1, 4), int)
 
@@ -226,7 +240,7 @@ def test_hostile_publications(hub: ZmqHub) -> None:
     ]
     for frame in hostile:
         channel = hub.channel(SHAPE, 9)
-        verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+        verifier = connect()
         verifier.close_sequence(0, 0)
         eventually(channel.poll)
         hub.send(9, [frame])
@@ -245,11 +259,11 @@ def test_hostile_publications(hub: ZmqHub) -> None:
         channel.close()
 
 
-def test_flood(hub: ZmqHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flood(hub: ZmqHub, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that posts without end while only others are polled loses its channel, not the service's memory."""
     monkeypatch.setattr("ssd_proto.channels.zmq._QUEUED_BYTES", 100_000)
     flooded, other = hub.channel(SHAPE, 9), hub.channel(SHAPE, 10)
-    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier = connect()
     for _ in range(20):
         verifier.open_sequence(0, 0, np.arange(10_000))
 
@@ -260,17 +274,15 @@ def test_flood(hub: ZmqHub, monkeypatch: pytest.MonkeyPatch) -> None:
     eventually(over)
     with pytest.raises(ProtocolError):
         flooded.poll()
-    verifier.close()
 
 
-def test_hub_wakes_for_messages_and_for_the_doorbell(hub: ZmqHub) -> None:
+def test_hub_wakes_for_messages_and_for_the_doorbell(hub: ZmqHub, connect: Connect) -> None:
     """One bounded sleep for both kinds of channel."""
     doorbell = Doorbell()
-    link = make_link("shm")
     shm = ShmSpeculatorChannel.create(SHAPE, 3, doorbell.address)
     shm_verifier = ShmVerifierChannel.attach(shm.address, SHAPE, 3, doorbell.address)
     channel = hub.channel(SHAPE, 9)
-    verifier = ZmqVerifierChannel(hub.endpoint, SHAPE, 9)
+    verifier = connect()
     assert not hub.wait(0.01, doorbell)
     verifier.close_sequence(0, 0)
     assert hub.wait(5.0, doorbell)
@@ -283,7 +295,7 @@ def test_hub_wakes_for_messages_and_for_the_doorbell(hub: ZmqHub) -> None:
     assert not hub.wait(0.0)
     with pytest.raises(ProtocolError, match="already"):
         hub.channel(SHAPE, 9)
-    for resource in (link, shm, shm_verifier, channel, verifier, doorbell):
+    for resource in (shm, shm_verifier, channel, doorbell):
         resource.close()
 
 

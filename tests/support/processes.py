@@ -102,13 +102,18 @@ class Server:
         return {pid: entry.command for pid, entry in processes().items() if entry.group == self.pid}
 
     def end(self) -> None:
-        """End every process of the session: politely, then not. May be called twice."""
-        for number, within_s in ((signal.SIGTERM, _TERMINATE_WITHIN_S), (signal.SIGKILL, _KILL_WITHIN_S)):
-            self.signal_group(number)
-            self.signal_group(signal.SIGCONT)  # a stopped process would not notice
-            deadline = time.monotonic() + within_s
-            while not self.is_gone() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+        """End the leader politely, and kill what is left of its group then. May be called twice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGCONT)  # a stopped process would not notice
+        self._wait_gone(_TERMINATE_WITHIN_S)
+        self.signal_group(signal.SIGKILL)
+        self._wait_gone(_KILL_WITHIN_S)
+
+    def _wait_gone(self, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while not self.is_gone() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def log_text(self) -> str:
         """Everything that the server has printed so far."""

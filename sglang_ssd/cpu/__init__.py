@@ -24,7 +24,6 @@ def activate() -> bool:
         return True
     if _has_accelerator() or _has_native_operators():
         return False
-    _activated = True
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # A few of SGLang's layers and its seeded sampler are compiled; on CPU that takes minutes and needs a C++ compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -36,6 +35,7 @@ def activate() -> bool:
     # sgl_kernel finds no library for this machine and then imports `common_ops`. Child processes inherit sys.path.
     sys.path.append(os.path.join(os.path.dirname(__file__), "importable"))
     sglang_hooks.install()
+    _activated = True
     logger.info("no accelerator and no native CPU operators: SGLang runs on the torch_cpu operators of sglang-ssd")
     return True
 

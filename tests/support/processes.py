@@ -76,7 +76,7 @@ class Server:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the leader alone."""
-        os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def signal_descendant(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to one process of the session."""
@@ -103,9 +103,8 @@ class Server:
 
     def end(self) -> None:
         """End the leader politely, and kill what is left of its group then. May be called twice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
-            os.kill(self.pid, signal.SIGCONT)  # a stopped process would not notice
+        self._process.send_signal(signal.SIGTERM)  # nothing happens if it has ended
+        self._process.send_signal(signal.SIGCONT)  # a stopped process would not notice
         self._wait_gone(_TERMINATE_WITHIN_S)
         self.signal_group(signal.SIGKILL)
         self._wait_gone(_KILL_WITHIN_S)

@@ -79,7 +79,10 @@ def test_a_child_process_finds_the_operators_before_its_plugins_are_loaded() -> 
         import multiprocessing, subprocess
         from sglang_ssd.cpu import activate
         if __name__ == "__main__":
+            from sglang.srt.utils import is_cpu
+            assert not is_cpu()  # as in a program that imports sglang.Engine before any plugin is loaded
             assert activate() and activate()
+            assert is_cpu()
             child = multiprocessing.get_context("spawn").Process(
                 target=exec, args=("import sgl_kernel, torch; torch.ops.sgl_kernel.fill_bonus_tokens_cpu",)
             )

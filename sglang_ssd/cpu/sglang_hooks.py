@@ -12,6 +12,7 @@ BACKEND = "torch_cpu"
 def install() -> None:
     """Register the attention backend and the hooks; SGLang applies the hooks when all plugins are loaded."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices, add_draft_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     add_attention_backend_choices([BACKEND])
@@ -24,6 +25,7 @@ def install() -> None:
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    register_resolution_hook("handle_speculative_decoding")(_complete_standalone)
     _register_attention_backend()
     _install_samplers()
 
@@ -67,6 +69,23 @@ def _choose_attention_backend(original: Callable[..., None], server_args: Any) -
     if view.device == "cpu" and view.attention_backend is None:
         declare_resolution(server_args, "sglang_ssd.cpu", attention_backend=BACKEND)
     original(server_args)
+
+
+def _complete_standalone(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Let ``--speculative-num-steps`` alone stand for a chain; SGLang would compare the missing top-k and die."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    steps, width = view.speculative_num_steps, view.speculative_num_draft_tokens
+    is_standalone = (view.speculative_algorithm or "").upper() == "STANDALONE"
+    if is_standalone and steps is not None and view.speculative_eagle_topk is None:
+        declare_resolution(
+            server_args,
+            "sglang_ssd.cpu",
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=steps + 1 if width is None else width,
+        )
+    previous(server_args)
 
 
 def _create_draft_backend(

@@ -1,4 +1,4 @@
-"""Prediction of verification outcomes (k, t*) from the draft's own logits (algorithm.md, section 1)."""
+"""Prediction of verification outcomes (k, t*) from the draft's own logits (the paper, section 4.1)."""
 
 from __future__ import annotations
 

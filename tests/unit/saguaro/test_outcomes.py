@@ -16,7 +16,7 @@ from speculator_service.saguaro.outcomes import (
 )
 from ssd_proto.records import NO_KEY
 
-# algorithm.md, section 1: draft logits at positions 0, 1, 2 with K = 2.
+# Draft logits at positions 0, 1, 2 with K = 2.
 ROWS = torch.tensor([[5.0, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [1, 5, 2, 4, 3, 0]])
 
 

@@ -44,7 +44,8 @@ class SSDDraftInput(SpecInput):
             assert other.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
         else:
-            assert self.bonus_tokens is not None and other.bonus_tokens is not None
+            assert self.bonus_tokens is not None
+            assert other.bonus_tokens is not None
             self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
 
 

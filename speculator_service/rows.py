@@ -52,7 +52,10 @@ class TableEntries(NamedTuple):
 
 
 class Rows:
-    """All rows. ``context_length`` bounds committed text and chain; ``num_candidates`` is how many of the likeliest tokens are kept for each position."""
+    """All rows. ``context_length`` bounds committed text and chain;
+
+    ``num_candidates`` of the likeliest tokens are kept for each position.
+    """
 
     def __init__(self, max_rows: int, context_length: int, vocab_size: int, fan_out: FanOut) -> None:
         lookahead, columns = fan_out.lookahead, fan_out.num_outcomes

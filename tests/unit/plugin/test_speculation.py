@@ -160,7 +160,7 @@ def test_a_row_that_stays_silent_is_opened_anew(pair: Pair) -> None:
     other = FakeRequest("b", [4, 4])
     pair.speculation.open(slots(3), [other])
     pair.speculation.outcome(prefilled(3, 2, 8))
-    talkative = [event for event in drain(speculator) if isinstance(event, OpenSequence)][0].generation
+    talkative = next(event for event in drain(speculator) if isinstance(event, OpenSequence)).generation
     for round_ in range(3):
         bonus = 8 if round_ == 0 else 50
         publish(speculator, 3, talkative, round_, 0, bonus, [1, 2, 3])

@@ -25,6 +25,7 @@ from ssd_proto.errors import ProtocolError, Refused, SSDError
 from ssd_proto.fingerprint import fingerprint
 from ssd_proto.host import host_identity, new_incarnation
 from ssd_proto.messages import Attached, Bye, Hello, Info, InfoRequest, Ping, Pong, Refusal, Welcome
+from ssd_proto.sockets import reachable
 from ssd_proto.table import TableShape
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _RETRY_AFTER_REFUSAL_S = 30.0
 _HANDSHAKE_TIMEOUT_S = 2.0
+_GOODBYE_S = 0.5
 _MISSED_HEARTBEATS = 3
 _client_numbers = itertools.count()
 
@@ -81,18 +83,16 @@ class SpeculatorClient:
     def _run(self) -> None:
         while not self._stop.is_set():
             delay = _RETRY_S
-            control = ControlClient(self._endpoint)
             try:
-                connection, incarnation = self._connect(control)
-                self._stay_connected(control, connection, incarnation)
+                with ControlClient(self._endpoint) as control:
+                    connection, incarnation = self._connect(control)
+                    self._stay_connected(control, connection, incarnation)
             except Refused as error:
-                self._attempted.set()
                 self._complain(f"the speculator at {self._endpoint} refused this server: {error}")
+                self._attempted.set()
                 delay = _RETRY_AFTER_REFUSAL_S
             except SSDError as error:
                 self._complain(f"no speculator at {self._endpoint} ({error}); decoding goes on without speculation")
-            finally:
-                control.close()
             self._stop.wait(delay)
 
     def _connect(self, control: ControlClient) -> tuple[Connection, int]:
@@ -103,7 +103,7 @@ class SpeculatorClient:
             raise Refused(answer.reason)
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
-        connection = Connection(answer, _attach(answer, hello))
+        connection = Connection(answer, _attach(answer, hello, self._endpoint))
         control.send(Attached(incarnation))
         logger.info("attached to the speculator at %s through %s", self._endpoint, answer.channel.kind)
         self._complaint = ""
@@ -130,6 +130,7 @@ class SpeculatorClient:
                     return
                 last_heard = time.monotonic()
             control.send(Bye(incarnation))
+            control.close(linger_s=_GOODBYE_S)
         finally:
             connection.lost = True
 
@@ -165,11 +166,8 @@ def say_hello(
 
 def request_info(endpoint: str, timeout_s: float) -> Info:
     """Ask a service what it serves. Raises `DeadlineExceeded` if nobody answers."""
-    control = ControlClient(endpoint)
-    try:
+    with ControlClient(endpoint) as control:
         answer = control.request(InfoRequest(PROTOCOL_VERSION), timeout_s)
-    finally:
-        control.close()
     if isinstance(answer, Refusal):
         raise Refused(answer.reason)
     if not isinstance(answer, Info):
@@ -177,11 +175,11 @@ def request_info(endpoint: str, timeout_s: float) -> Info:
     return answer
 
 
-def _attach(welcome: Welcome, hello: Hello) -> VerifierChannel:
+def _attach(welcome: Welcome, hello: Hello, endpoint: str) -> VerifierChannel:
     shape = TableShape(hello.max_slots, welcome.num_outcomes, welcome.lookahead)
     offer = welcome.channel
     if offer.kind == "shm":
         return ShmVerifierChannel.attach(offer.address, shape, hello.incarnation, offer.doorbell)
     if offer.kind == "zmq":
-        return ZmqVerifierChannel(offer.address, shape, hello.incarnation)
+        return ZmqVerifierChannel(reachable(offer.address, endpoint), shape, hello.incarnation)
     raise ProtocolError(f"the service offered an unknown channel {offer.kind!r}")

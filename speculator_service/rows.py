@@ -52,7 +52,7 @@ class TableEntries(NamedTuple):
 
 
 class Rows:
-    """All rows. ``context_length`` bounds committed text and chain;
+    """All rows. ``context_length`` bounds committed text and chain.
 
     ``num_candidates`` of the likeliest tokens are kept for each position.
     """

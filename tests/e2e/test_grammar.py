@@ -53,12 +53,10 @@ def constrained(prompts: list[str]) -> list[Payload]:
 
 def test_grammars_alone(ssd: SSDServer, oracle: Oracle, prompts: list[str]) -> None:
     answers = oracle.assert_same(ssd, constrained(prompts), concurrency=1)
-    for answer in answers[:5]:
-        if answer.finish["type"] == "stop":
-            json.loads(answer.text)
+    documents = [json.loads(answer.text) for answer in answers[:5] if answer.finish["type"] == "stop"]
+    assert len(documents) >= 3
     assert all(re.fullmatch(DATE, answer.text) for answer in answers[5:7])
     assert all(re.fullmatch(CALL, answer.text) for answer in answers[7:9])
-    assert answers[3].finish["type"] == "stop"
 
 
 def test_grammars_beside_free_requests(ssd: SSDServer, oracle: Oracle, prompts: list[str]) -> None:

@@ -59,9 +59,10 @@ def second_turns(server: SGLangServer, first: list[int], more: list[int]) -> lis
         server.flush()
         turn = server.generate(greedy(first, length))
         answers += [turn, server.generate(greedy([*first, *turn.ids, *more], 12))]
-    for stop in (5, 6, 7):
+    usual = turn.ids
+    for stop in usual[5:8]:
         server.flush()
-        turn = server.generate(greedy(first, 40, stop_token_ids=[answers[-2].ids[stop]]))
+        turn = server.generate(greedy(first, 40, stop_token_ids=[stop]))
         answers += [turn, server.generate(greedy([*first, *turn.ids, *more], 12))]
     return answers
 

@@ -18,7 +18,7 @@ def check_request(original: Callable[..., None], manager: Any, request: Any, inp
 
 def refusal(sampling_params: dict[str, Any], request: Any) -> str | None:
     """What in the request SGLang's verification would leave out or apply per round instead of per token."""
-    for name in ("frequency_penalty", "presence_penalty"):
+    for name in ("frequency_penalty", "presence_penalty", "min_new_tokens"):
         if sampling_params.get(name):
             return name
     if sampling_params.get("repetition_penalty", 1.0) not in (None, 1.0):

@@ -18,7 +18,6 @@ from tests.support.sglang_server import SGLangServer, ssd_flags, total
 DEADLINE_S = 2.0
 SLACK_S = 1.5
 """For a loaded machine."""
-ATTACH_WITHIN_S = 20.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -53,20 +52,6 @@ def service(pool: ServerPool, endpoint: str) -> Iterator[Service]:
         yield running
 
 
-def is_connected(server: SGLangServer) -> bool:
-    return total(server.metrics(), "sglang_ssd:connected") == 1
-
-
-def wait_connected(server: SGLangServer, expected: bool = True) -> None:
-    """The gauge follows when the server has something to do: it takes over connections between rounds."""
-
-    def reached() -> bool:
-        server.generate(greedy("def f(x):", 4))
-        return is_connected(server) is expected
-
-    wait_until(reached, ATTACH_WITHIN_S, server.process.log_end)
-
-
 def hits(server: SGLangServer) -> float:
     metrics = server.metrics()
     return sum(total(metrics, "sglang_ssd:proposals_total", f'kind="{kind}"') for kind in ("hit", "short_hit"))
@@ -81,7 +66,7 @@ def assert_speculates(server: SGLangServer, oracle: Oracle, prompts: list[str]) 
 
 def test_no_service_at_start(server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
     oracle.assert_same(server, [greedy(prompt, 40) for prompt in prompts[:4]])
-    assert not is_connected(server)
+    assert not server.is_connected()
     assert hits(server) == 0
     assert "decoding goes on without speculation" in server.process.log_text()
 
@@ -89,7 +74,7 @@ def test_no_service_at_start(server: SGLangServer, oracle: Oracle, prompts: list
 def test_attaches_when_a_service_appears(
     server: SGLangServer, service: Service, oracle: Oracle, prompts: list[str]
 ) -> None:
-    wait_connected(server)
+    server.wait_connected()
     assert_speculates(server, oracle, prompts)
     service.assert_empty()
 
@@ -112,14 +97,14 @@ def test_lost_in_mid_generation(
     server: SGLangServer, service: Service, oracle: Oracle, prompts: list[str], number: signal.Signals
 ) -> None:
     """The text is the same, and the one pause is as long as the deadline."""
-    wait_connected(server)
+    server.wait_connected()
     lost_before = total(server.metrics(), "sglang_ssd:connections_lost_total")
     payload = greedy(prompts[0], 300, ignore_eos=True)
     tokens, pauses = interrupted(server, service, payload, {8: number})
     assert tokens == list(oracle(payload).ids)
     assert max(pauses) < DEADLINE_S + SLACK_S, max(pauses)
     assert sum(pause > 0.8 * DEADLINE_S for pause in pauses) <= 1, sorted(pauses)[-3:]
-    wait_connected(server, expected=False)
+    server.wait_connected(False)
     assert total(server.metrics(), "sglang_ssd:connections_lost_total") == lost_before + 1
     assert "is gone" in server.process.log_text()
 
@@ -128,7 +113,7 @@ def test_comes_back_in_mid_generation(
     server: SGLangServer, service: Service, oracle: Oracle, prompts: list[str]
 ) -> None:
     """A service that stops for a while and goes on: its answers are used again, in the same request."""
-    wait_connected(server)
+    server.wait_connected()
     payload = greedy(prompts[1], 300, ignore_eos=True)
     rounds_before = total(server.metrics(), "sglang_ssd:proposals_total")
     hits_before = hits(server)
@@ -144,7 +129,7 @@ def test_two_servers_share_a_service(
     pool: ServerPool, server: SGLangServer, service: Service, endpoint: str, oracle: Oracle, prompts: list[str]
 ) -> None:
     """Each gets its own speculations; the service outlives either."""
-    wait_connected(server)
+    server.wait_connected()
     second = start(pool, endpoint)
     with ended_at_exit(second.process):
         assert service.metric("verifiers") == 2

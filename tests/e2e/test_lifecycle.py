@@ -9,7 +9,6 @@ import pytest
 from tests.support.answers import greedy
 from tests.support.pool import Oracle, SSDServer
 from tests.support.processes import children, wait_until
-from tests.support.sglang_server import total
 
 END_WITHIN_S = 20.0
 BACK_WITHIN_S = 90.0
@@ -37,10 +36,8 @@ def test_killed_embedded_service_comes_back(ssd: SSDServer, oracle: Oracle, prom
     assert last["output_ids"] == list(oracle(payload).ids)
     oracle.assert_same(ssd, [greedy(prompt, 40) for prompt in prompts[1:5]])
 
-    def is_back() -> bool:
-        return embedded_service(ssd) not in (None, first) and total(ssd.metrics(), "sglang_ssd:connected") == 1
-
-    wait_until(is_back, BACK_WITHIN_S, ssd.process.log_end)
+    wait_until(lambda: embedded_service(ssd) not in (None, first), BACK_WITHIN_S, ssd.process.log_end)
+    ssd.wait_connected(within_s=BACK_WITHIN_S)
     answers = oracle.assert_same(ssd, [greedy(prompt, 40) for prompt in prompts[1:5]])
     assert sum(len(a.ids) for a in answers) > 1.5 * sum(a.rounds for a in answers)
     assert ssd.service.outcomes("hit", "short_hit") > 0

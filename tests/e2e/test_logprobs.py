@@ -87,9 +87,19 @@ def test_input_logprobs(ssd: SSDServer, plain: SGLangServer, prompts: list[str])
     payloads = [
         with_logprobs(greedy(prompts[10], 20), logprob_start_len=0, top_logprobs_num=2),
         with_logprobs(greedy("".join(prompts[10:13]), 12), logprob_start_len=40),
-        with_logprobs(greedy(prompts[14], 0), logprob_start_len=0),
+        with_logprobs(greedy(prompts[14], 1), logprob_start_len=0),
     ]
     both(plain, ssd, payloads)
+
+
+def test_scoring_a_text(ssd: SSDServer, plain: SGLangServer, prompts: list[str]) -> None:
+    """No new tokens. (SGLang itself adds a log-probability of the next token under every speculative algorithm.)"""
+    payload = with_logprobs(greedy(prompts[13], 0), logprob_start_len=0)
+    plain.flush()
+    ssd.flush()
+    expected, actual = plain.generate(payload), ssd.generate(payload)
+    assert actual.essence == expected.essence
+    assert_close(actual.meta["input_token_logprobs"], expected.meta["input_token_logprobs"])
 
 
 def test_stop_inside_a_run(ssd: SSDServer, plain: SGLangServer, prompts: list[str]) -> None:

@@ -16,6 +16,7 @@ from ssd_proto.channel import VerifierChannel
 from ssd_proto.channels.shm import ShmVerifierChannel
 from ssd_proto.channels.zmq import ZmqVerifierChannel
 from ssd_proto.control import ControlClient
+from ssd_proto.errors import ChannelClosed
 from ssd_proto.fingerprint import fingerprint
 from ssd_proto.host import host_identity, new_incarnation
 from ssd_proto.messages import Attached, Bye, Hello, Refusal, ServiceMessage, Welcome
@@ -98,9 +99,16 @@ class Connection:
         self.control.send(Attached(self.incarnation))
 
     def close(self) -> None:
-        self.control.send(Bye(self.incarnation))
+        with contextlib.suppress(ChannelClosed):  # a service that was killed
+            self.control.send(Bye(self.incarnation))
         self.channel.close()
         self.control.close(linger_s=1.0)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def refusal(endpoint: str, **changes: object) -> str:

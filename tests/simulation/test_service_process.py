@@ -79,17 +79,16 @@ def speculate(connection: Connection, models: Models, prompts: list[list[int]], 
 @kinds
 def test_rounds_through_a_real_process(service: ServiceProcess, kind: str) -> None:
     opened = metric(service, "sequences_opened_total")
-    connection = Connection(service.endpoint, kind)
-    eventually(lambda: info(service)["num_verifiers"] == 1)
-    assert not shared_memory(service)  # the name is gone as soon as both have mapped it
-    models = Models(tabular_draft(1, 0, 4))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 2048, length).tolist() for length in (5, 30, 77, 12)]
-    verifier = speculate(connection, models, prompts, wanted=40)
-    assert sum(verifier.kinds.values()) > 40
-    eventually(lambda: metric(service, "sequences_opened_total") == opened + 4)
-    eventually(lambda: metric(service, "engine_slots_used") == 0)
-    connection.close()
+    with Connection(service.endpoint, kind) as connection:
+        eventually(lambda: info(service)["num_verifiers"] == 1)
+        eventually(lambda: not shared_memory(service))  # the name is gone as soon as both have mapped it
+        models = Models(tabular_draft(1, 0, 4))
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 2048, length).tolist() for length in (5, 30, 77, 12)]
+        verifier = speculate(connection, models, prompts, wanted=40)
+        assert sum(verifier.kinds.values()) > 40
+        eventually(lambda: metric(service, "sequences_opened_total") == opened + 4)
+        eventually(lambda: metric(service, "engine_slots_used") == 0)
     eventually(lambda: info(service)["num_verifiers"] == 0)
     eventually(lambda: metric(service, "verifiers") == 0)
 
@@ -120,22 +119,20 @@ def test_refusals_say_what_to_change(service: ServiceProcess) -> None:
 
 
 def test_silent_verifier_expires(service: ServiceProcess) -> None:
-    connection = Connection(service.endpoint, "shm")
-    connection.channel.open_sequence(0, 1, np.arange(5))
-    eventually(lambda: metric(service, "engine_slots_used") == 1)
-    assert connection.control.request(Ping(connection.incarnation), 5.0) == Pong(connection.incarnation, True)
-    eventually(lambda: metric(service, "engine_slots_used") == 0, timeout_s=10.0)
-    assert connection.control.request(Ping(connection.incarnation), 5.0) == Pong(connection.incarnation, False)
-    connection.close()
+    with Connection(service.endpoint, "shm") as connection:
+        connection.channel.open_sequence(0, 1, np.arange(5))
+        eventually(lambda: metric(service, "engine_slots_used") == 1)
+        assert connection.control.request(Ping(connection.incarnation), 5.0) == Pong(connection.incarnation, True)
+        eventually(lambda: metric(service, "engine_slots_used") == 0, timeout_s=10.0)
+        assert connection.control.request(Ping(connection.incarnation), 5.0) == Pong(connection.incarnation, False)
 
 
 def test_pings_keep_a_verifier(service: ServiceProcess) -> None:
-    connection = Connection(service.endpoint, "zmq")
-    end = time.monotonic() + 3.0  # longer than the expiry
-    while time.monotonic() < end:
-        assert connection.control.request(Ping(connection.incarnation), 5.0) == Pong(connection.incarnation, True)
-        time.sleep(0.2)
-    connection.close()
+    with Connection(service.endpoint, "zmq") as connection:
+        end = time.monotonic() + 3.0  # longer than the expiry
+        while time.monotonic() < end:
+            assert connection.control.request(Ping(connection.incarnation), 5.0) == Pong(connection.incarnation, True)
+            time.sleep(0.2)
 
 
 def test_unknown_incarnations_and_info(service: ServiceProcess) -> None:
@@ -156,8 +153,7 @@ def test_verifier_that_never_attaches_leaves_no_memory(service: ServiceProcess) 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_cleanly(number: signal.Signals) -> None:
-    with running(TABULAR) as service:
-        connection = Connection(service.endpoint, "shm")
+    with running(TABULAR) as service, Connection(service.endpoint, "shm") as connection:
         connection.channel.open_sequence(0, 1, np.arange(5))
         began = time.monotonic()
         service.process.send_signal(number)
@@ -166,24 +162,23 @@ def test_signals_end_it_cleanly(number: signal.Signals) -> None:
         assert (code, output) == (0, "")
         assert "Traceback" not in errors
         assert not shared_memory(service)
-        connection.channel.close()
-        connection.control.close()
 
 
-def test_it_ends_with_stdin_and_leaves_nothing_when_killed() -> None:
+def test_it_ends_with_stdin() -> None:
     with running(TABULAR, "--exit-with-stdin") as service:
         assert service.process.stdin is not None
         service.process.stdin.close()
         service.process.stdin = None
         assert service.end()[0] == 0
-    with running(TABULAR) as service:
-        connection = Connection(service.endpoint, "shm")
+
+
+def test_it_leaves_nothing_when_killed() -> None:
+    with running(TABULAR) as service, Connection(service.endpoint, "shm"):
         eventually(lambda: info(service)["num_verifiers"] == 1)
+        eventually(lambda: not shared_memory(service))
         service.process.kill()
         service.process.wait(10.0)
         assert not shared_memory(service)
-        connection.channel.close()
-        connection.control.close()
 
 
 @pytest.mark.parametrize(
@@ -237,12 +232,11 @@ def test_the_real_draft_model() -> None:
     flags = ("--device", "cpu", "--dtype", "float32", "--max-sequences", "4", "--max-total-tokens", "8192")
     with running(REAL, *flags, timeout_s=180.0) as service:
         for kind in ("shm", "zmq"):
-            connection = Connection(service.endpoint, kind)
             prompts = [oracle.encode(text) for text in ("def add(a, b):\n    return", "import os\n\n", "class A:\n")]
-            verifier = speculate(connection, oracle, prompts, wanted=24)  # type: ignore[arg-type]
+            with Connection(service.endpoint, kind) as connection:
+                verifier = speculate(connection, oracle, prompts, wanted=24)  # type: ignore[arg-type]
             assert sum(verifier.kinds.values()) > 10
-            connection.close()
-        assert metric(service, "engine_slots_used") == 0
+        eventually(lambda: metric(service, "engine_slots_used") == 0)
         service.process.send_signal(signal.SIGTERM)
         assert service.end(30.0)[0] == 0
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.support.answers import Answer, Payload
-from tests.support.processes import Server, free_port
+from tests.support.answers import Answer, Payload, greedy
+from tests.support.processes import Server, free_port, wait_until
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TARGET = CHECKOUT / "tests" / "models" / "tiny-target"
@@ -104,6 +104,19 @@ class SGLangServer:
     def metrics(self) -> dict[str, float]:
         """Prometheus samples by name with labels."""
         return read_metrics(self.url)
+
+    def is_connected(self) -> bool:
+        """Whether a speculator is attached, as the server's metrics say."""
+        return total(self.metrics(), "sglang_ssd:connected") == 1
+
+    def wait_connected(self, expected: bool = True, within_s: float = 20.0) -> None:
+        """Wait until a speculator is attached (or not), with requests: connections are taken over between rounds."""
+
+        def reached() -> bool:
+            self.generate(greedy("def f(x):", 4))
+            return self.is_connected() is expected
+
+        wait_until(reached, within_s, self.process.log_end)
 
     def _open(self, path: str, payload: Payload) -> Any:
         request = urllib.request.Request(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from speculator_service.rows import Rows, TableEntries
 from speculator_service.sessions import Verifier
-from ssd_proto.records import outcome_keys
+from ssd_proto.records import NO_KEY, outcome_keys
 
 
 class Publisher:
@@ -67,8 +67,10 @@ class Publisher:
             )
 
     def reply(self, rows: NDArray[np.int64]) -> None:
-        """Answer the outcomes that ``rows`` owe a reply for with their chains."""
+        """Answer the outcomes that ``rows`` owe a reply for with their chains; rows that owe none are left alone."""
         state = self._rows
+        # An answer without key would wipe out the one that was given already.
+        rows = rows[state.awaited[rows] != NO_KEY]
         chains, depth = state.chains(rows), state.depth[rows]
         for verifier, pick in self._by_verifier(rows):
             mine = rows[pick]

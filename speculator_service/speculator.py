@@ -98,8 +98,11 @@ class Speculator:
     # -- events ------------------------------------------------------------------------------------
 
     def pending(self) -> bool:
-        """Whether `poll` would find something."""
-        return any(verifier.channel.pending() for verifier in self._publisher.verifiers)
+        """Whether `poll` would find something: events, or a channel that is of no further use."""
+        try:
+            return any(verifier.channel.pending() for verifier in self._publisher.verifiers)
+        except (ProtocolError, ChannelClosed):
+            return True  # `poll` meets the same error and gives that verifier up
 
     @torch.inference_mode()
     def poll(self) -> bool:

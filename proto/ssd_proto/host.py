@@ -13,12 +13,13 @@ def host_identity() -> str:
     """Equal for two processes exactly if the `shm` channel can work between them.
 
     Made of the boot (same kernel), the device number of the shared memory file system (same mount,
-    whatever container it is seen from) and the network namespace (doorbells are abstract sockets).
+    whatever container it is seen from), the network namespace (doorbells are abstract sockets) and the
+    user (the memory is readable for its owner only).
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     device = os.stat(SHARED_MEMORY_DIRECTORY).st_dev
     network = os.stat("/proc/self/ns/net").st_ino
-    return f"{boot}/{device:x}/{network:x}"
+    return f"{boot}/{device:x}/{network:x}/{os.geteuid()}"
 
 
 def new_incarnation() -> int:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from speculator_service.draft.cells import CellTable
 
+_FAR = 1024
+"""Columns from which on a copy on the device is cheaper than listing them."""
+
 
 class AliasedRows:
     """Keeps the device's block table in step with a :class:`CellTable`.
@@ -35,6 +38,7 @@ class AliasedRows:
 
         Rows with branch 0 get the trunk's columns [0, prefix), others also their own cells after it.
         """
+        self._catch_up(slots, branches, prefix)
         width = self._cells.own.shape[2]
         known, is_branch = self._known[slots, branches], branches > 0
         start = np.minimum(known, prefix)
@@ -55,6 +59,19 @@ class AliasedRows:
         # A branch overwrites what its row knew of the trunk beyond the prefix.
         self._known[slots[i], branches[i]] = prefix[i]
         self._own_at[slots[i], branches[i]] = np.where(is_branch[i], prefix[i], -1)
+
+    def _catch_up(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None:
+        """Copy what rows lack of a long trunk from the trunk's own row, on the device.
+
+        Only new rows lack that much. To list each column on the host would take most of a second for 100 000 tokens.
+        """
+        far = (branches > 0) & (prefix - self._known[slots, branches] > _FAR)
+        for slot in np.unique(slots[far]).tolist():
+            mine = branches[far & (slots == slot)]
+            end = int(min(self._known[slot, 0], prefix[far & (slots == slot)].min()))
+            trunk, rows = int(self.row_ids[slot, 0]), upload(self._table.device, self.row_ids[slot, mine])[0]
+            self._table[rows, :end] = self._table[trunk, :end]
+            self._known[slot, mine] = np.maximum(self._known[slot, mine], end)
 
     def adopted(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None:
         """The trunks changed from ``prefix`` on, and so did the own cells of ``branches``; all [b]."""

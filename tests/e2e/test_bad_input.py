@@ -1,4 +1,7 @@
-"""What cannot work ends the start with one sentence that says what to change, soon and without a traceback."""
+"""What cannot work ends the start with one sentence that says what to change, soon and without a traceback.
+
+Mistakes in the options of SSD are in the unit tests of its configuration; one of them stands for all here.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,14 @@ def with_config(text: str) -> tuple[str, ...]:
 STARTS = {
     "no draft and no endpoint": BadStart(SSD, ("--speculative-draft-model-path", "--speculative-ssd-endpoint")),
     "missing draft": BadStart((*SSD, "--speculative-draft-model-path", "/no/such/model"), ("/no/such/model",)),
-    "num-steps 0": BadStart((*WITH_DRAFT, "--speculative-num-steps", "0"), ("--speculative-num-steps", "1 and 16")),
     "num-steps 17": BadStart((*WITH_DRAFT, "--speculative-num-steps", "17"), ("--speculative-num-steps", "1 and 16")),
     "page size": BadStart((*WITH_DRAFT, "--page-size", "16"), ("--page-size 1",)),
     "pipeline": BadStart((*WITH_DRAFT, "--pp-size", "2"), ("pipeline",)),
     "DP attention": BadStart(
         (*WITH_DRAFT, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), ("DP attention",)
     ),
-    "unknown option": BadStart(with_config('{"deadlinems": 3}'), ("deadlinems", "deadline_ms")),
-    "unknown service option": BadStart(with_config('{"service": {"fanout": 3}}'), ("fanout", "fan_out")),
     "bad JSON": BadStart(with_config('{"deadline_ms": '), ("--speculative-ssd-config",)),
-    "bad value": BadStart(with_config('{"deadline_ms": -1}'), ("deadline_ms",)),
     "bad fan-out": BadStart(with_config('{"service": {"fan_out": [1, 2]}}'), ("fan",)),
-    "missing config": BadStart(with_config("no-such-file.json"), ("no-such-file.json",)),
     "endpoint scheme": BadStart((*SSD, "--speculative-ssd-endpoint", "http://127.0.0.1:1"), ("tcp://", "ipc://")),
     "EAGLE draft": BadStart((*SSD, "--speculative-draft-model-path", "@eagle"), ("LlamaForCausalLMEagle",)),
     "Mamba draft": BadStart((*SSD, "--speculative-draft-model-path", "@mamba"), ("Mamba",)),

@@ -135,6 +135,17 @@ def test_not_enough_memory() -> None:
     assert not list(Path("/dev/shm").glob(f"sglang_ssd_{os.getpid()}_*"))
 
 
+def test_a_dropped_segment_leaves_no_descriptor() -> None:
+    """A connection that was replaced before anybody used it is only dropped, not closed."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        segment = Segment.create(4096)
+        attached = Segment.attach(segment.name)
+        segment.unlink()
+        del segment, attached
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_table_held_by_somebody_survives_close() -> None:
     """Closing while an array of the table is in use neither raises nor pulls the memory away."""
     link = make_link("shm")

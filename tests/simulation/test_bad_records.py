@@ -151,6 +151,34 @@ def test_what_cannot_be_understood_costs_the_connection(loop: Loop, verifier: Sc
     assert loop.speculator.num_served == 1
 
 
+def test_a_channel_that_breaks_while_the_speculator_looks_for_work_costs_the_connection(
+    loop: Loop, verifier: ScriptedVerifier
+) -> None:
+    ours = loop.speculator.verifiers[0]
+
+    def broken() -> None:
+        raise ProtocolError("damaged counters")
+
+    ours.channel.pending = ours.channel.poll = broken  # type: ignore[method-assign,assignment]
+    assert loop.speculator.pending()
+    loop.speculator.poll()
+    assert not ours.attached
+    assert not loop.speculator.pending()
+
+
+def test_an_answer_already_given_stays_when_the_context_ends() -> None:
+    """The prompt is more than a chunk behind (answered with nothing) and this outcome is its last (answered again)."""
+    loop = Loop.build(context=100, chunk=4)
+    verifier = loop.connect()
+    verifier.channel.open_sequence(0, 1, np.arange(98) % VOCAB)
+    for round_ in range(2):
+        record = outcome(round=round_, bonus=3)
+        verifier.channel.post(record)
+        loop.speculator.poll()
+        assert answer(verifier, record) == 0
+    assert loop.speculator.num_served == 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise(seed: int) -> None:
     """Random records of one verifier, while another one works: no crash, no leak, no wrong speculation."""

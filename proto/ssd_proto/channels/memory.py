@@ -28,12 +28,11 @@ class Segment:
     def __init__(self, name: str, descriptor: int, nbytes: int) -> None:
         """Takes ownership of ``descriptor``, also if it raises."""
         self.name = name
-        self._descriptor = descriptor
         try:
+            # The map keeps a duplicate, and with it the creator's lock: whoever drops this object drops both.
             self._map = mmap.mmap(descriptor, nbytes)
-        except (OSError, ValueError):
+        finally:
             os.close(descriptor)
-            raise
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -84,9 +83,6 @@ class Segment:
 
     def close(self) -> None:
         """Release this end. May be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
         # Somebody may still hold a view (an array of the table): then the mapping goes with the last of them.
         with contextlib.suppress(BufferError):
             self._map.close()

@@ -58,7 +58,9 @@ def test_adopt_beyond_the_reserved_positions_is_an_error() -> None:
         table.adopt(one - 1, one, np.array([63]), np.array([2]))
 
 
-def test_random_use_keeps_every_cell_once_and_rows_right() -> None:
+@pytest.mark.parametrize("far", [4, 1024], ids=["copied on the device", "listed by the host"])
+def test_random_use_keeps_every_cell_once_and_rows_right(far: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculator_service.draft.aliased_rows._FAR", far)
     rng = np.random.default_rng(3)
     cells = make()
     ids = rng.permutation(SLOTS * (BRANCHES + 1)).reshape(SLOTS, -1) + 1
@@ -130,3 +132,29 @@ def test_rows_write_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows.adopted(np.array([0]), np.array([2]), np.array([91]))
     rows.sync(slot, branch, np.array([95, 94]))
     assert written[1] <= 2 * (2 * K + 2)
+
+
+def test_new_rows_of_a_long_trunk_are_not_listed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """15 branches of a prompt of 100 000 tokens: a million columns and more, which took the host half a second."""
+    length = 100_000
+    cells = CellTable(np.arange(1, 2 * length), 1, 15, K, length + 64)
+    assert cells.reserve(0, length + 32)
+    table = torch.zeros(17, length + 64, dtype=torch.int32)
+    rows = AliasedRows(cells, table, np.arange(1, 17).reshape(1, -1))
+    trunk, branches = np.zeros(1, np.int64), np.arange(1, 16)
+    rows.sync(trunk, trunk, np.array([length]))
+
+    from speculator_service.draft import aliased_rows
+
+    uploaded: list[int] = []
+    original = aliased_rows.upload
+
+    def counting(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+        uploaded.append(sum(len(array) for array in arrays))
+        return original(device, *arrays)
+
+    monkeypatch.setattr(aliased_rows, "upload", counting)
+    rows.sync(np.zeros(15, np.int64), branches, np.full(15, length))
+    assert sum(uploaded) <= 15 + 3 * 15 * K
+    assert (table[2:, :length] == table[1, :length]).all()
+    assert (table[2:, length : length + K].numpy() == cells.own[0, 1:]).all()

@@ -14,6 +14,9 @@ import torch
 from speculator_service.saguaro.domain import check_at_least, check_probabilities
 from speculator_service.saguaro.draws import inverse_cdf
 
+_LARGE_VOCAB = 16384
+_BLOCK = 32
+
 
 class SparseDistribution(NamedTuple):
     """Distributions over few tokens of a large vocabulary; every other token has probability 0."""
@@ -62,7 +65,7 @@ def draft_distribution(
     """
     check_at_least(1, num_kept=num_kept)
     check_probabilities(downweight=downweight)
-    values, ids = logits.topk(min(num_kept, logits.shape[-1]), dim=-1)
+    values, ids = _most_likely(logits, min(num_kept, logits.shape[-1]))
     greedy = (temperature == 0).unsqueeze(-1)
     scale = torch.where(greedy, 1.0, temperature.unsqueeze(-1)).float()
     scores = values.float() / scale
@@ -96,6 +99,22 @@ def sample(distribution: SparseDistribution, uniforms: torch.Tensor) -> torch.Te
     """
     index = inverse_cdf(distribution.probs, uniforms)
     return distribution.ids.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(torch.int64)
+
+
+def _most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and ids [n, count], largest first.
+
+    On a CPU and for large V by blocks, a third of the time: the largest are in the blocks of largest maximum.
+    """
+    rows, vocab_size = logits.shape
+    if logits.device.type != "cpu" or vocab_size < _LARGE_VOCAB or vocab_size % _BLOCK or count > vocab_size // _BLOCK:
+        values, ids = logits.topk(count, dim=-1)
+        return values, ids
+    blocks = logits.reshape(rows, -1, _BLOCK)
+    best = blocks.amax(-1).topk(count, dim=-1, sorted=False).indices
+    candidates = blocks.gather(1, best.unsqueeze(-1).expand(-1, -1, _BLOCK)).flatten(1)
+    values, places = candidates.topk(count, dim=-1)
+    return values, best.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
 
 
 def _log_normalizer(

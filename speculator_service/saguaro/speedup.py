@@ -214,9 +214,10 @@ def unconditional_hit_rate(primary_hit_rate: float, backup_hit_rate: float, init
     """
     start = primary_hit_rate if initial is None else initial
     check_probabilities(primary_hit_rate=primary_hit_rate, backup_hit_rate=backup_hit_rate, initial=start)
-    if primary_hit_rate == 1 and backup_hit_rate == 0:
+    primary_miss_rate = 1 - primary_hit_rate
+    if primary_miss_rate == 0 and backup_hit_rate == 0:
         return start
-    return backup_hit_rate / (1 + backup_hit_rate - primary_hit_rate)
+    return backup_hit_rate / (backup_hit_rate + primary_miss_rate)
 
 
 def hit_rate_trajectory(

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def position(item: pytest.Item) -> tuple[int, bool]:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        return _ORDER.get(parameters.get("ssd", ""), len(_ORDER)), "last" in item.keywords
+        return _ORDER.get(str(parameters.get("ssd")), len(_ORDER)), "last" in item.keywords
 
     here = Path(__file__).parent
     places = [index for index, item in enumerate(items) if here in item.path.parents]

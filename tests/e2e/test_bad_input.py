@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def write_drafts(folder: Path) -> dict[str, str]:
     vocabulary = tokenizer["model"]["vocab"]
     first, second = list(vocabulary)[400:402]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "eagle": {"architectures": ["LlamaForCausalLMEagle"]},
         "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16},
         "other-size": {"vocab_size": 1000},

@@ -17,9 +17,12 @@ MODEL = "default"
 pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("ssd", ["sync", "overlap"], indirect=True)]
 
 
+Clients = tuple[Any, Any]
+"""OpenAI clients of the server with SSD and of the one without. (Any: their answers are wide unions.)"""
+
+
 @pytest.fixture
-def clients(ssd: SSDServer, plain: SGLangServer) -> Iterator[tuple[OpenAI, OpenAI]]:
-    """Clients of the server with SSD and of the one without."""
+def clients(ssd: SSDServer, plain: SGLangServer) -> Iterator[Clients]:
     with (
         OpenAI(base_url=f"{ssd.url}/v1", api_key="none", max_retries=0) as with_ssd,
         OpenAI(base_url=f"{plain.url}/v1", api_key="none", max_retries=0) as without,
@@ -33,7 +36,7 @@ MESSAGES: list[Any] = [
 ]
 
 
-def test_chat_of_two_turns(clients: tuple[OpenAI, OpenAI]) -> None:
+def test_chat_of_two_turns(clients: Clients) -> None:
     with_ssd, without = clients
     for turns in (MESSAGES, [*MESSAGES, {"role": "assistant", "content": "It reads."}, MESSAGES[1]]):
         actual, expected = (
@@ -44,8 +47,8 @@ def test_chat_of_two_turns(clients: tuple[OpenAI, OpenAI]) -> None:
         assert actual.usage.completion_tokens == expected.usage.completion_tokens == 40
 
 
-def test_chat_streamed(clients: tuple[OpenAI, OpenAI]) -> None:
-    def streamed(client: OpenAI) -> tuple[str, list[str]]:
+def test_chat_streamed(clients: Clients) -> None:
+    def streamed(client: Any) -> tuple[str, list[str]]:
         stream = client.chat.completions.create(
             model=MODEL, messages=MESSAGES, temperature=0, max_tokens=40, stop=["class"], stream=True
         )
@@ -60,7 +63,7 @@ def test_chat_streamed(clients: tuple[OpenAI, OpenAI]) -> None:
     assert text
 
 
-def test_chat_with_logprobs_and_json_schema(clients: tuple[OpenAI, OpenAI]) -> None:
+def test_chat_with_logprobs_and_json_schema(clients: Clients) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     actual, expected = (
@@ -82,7 +85,7 @@ def test_chat_with_logprobs_and_json_schema(clients: tuple[OpenAI, OpenAI]) -> N
     assert [entry.logprob for entry in have] == pytest.approx([entry.logprob for entry in want], abs=1e-4)
 
 
-def test_completions(clients: tuple[OpenAI, OpenAI], prompts: list[str]) -> None:
+def test_completions(clients: Clients, prompts: list[str]) -> None:
     actual, expected = (
         client.completions.create(
             model=MODEL, prompt=prompts[:3], temperature=0, max_tokens=24, n=2, logprobs=2, stop=["return"]
@@ -96,8 +99,8 @@ def test_completions(clients: tuple[OpenAI, OpenAI], prompts: list[str]) -> None
         assert have.logprobs.token_logprobs == pytest.approx(want.logprobs.token_logprobs, abs=1e-4)
 
 
-def test_completions_streamed(clients: tuple[OpenAI, OpenAI], prompts: list[str]) -> None:
-    def streamed(client: OpenAI) -> tuple[str, Any]:
+def test_completions_streamed(clients: Clients, prompts: list[str]) -> None:
+    def streamed(client: Any) -> tuple[str, Any]:
         stream = client.completions.create(
             model=MODEL,
             prompt=prompts[5],

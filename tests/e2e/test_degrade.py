@@ -28,9 +28,9 @@ def endpoint() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-def start(pool: ServerPool, endpoint: str) -> SGLangServer:
+def start(pool: ServerPool, endpoint: str, channel: str) -> SGLangServer:
     """A server that uses the service at ``endpoint``."""
-    options = {"deadline_ms": 1000 * DEADLINE_S, "connect_timeout_s": 1}
+    options = {"deadline_ms": 1000 * DEADLINE_S, "connect_timeout_s": 1, "channels": [channel]}
     flags = [*ssd_flags(options, draft=None), "--speculative-ssd-endpoint", endpoint]
     return SGLangServer("ssd-external", flags, pool.logs)
 
@@ -39,7 +39,7 @@ def start(pool: ServerPool, endpoint: str) -> SGLangServer:
 def server(pool: ServerPool, endpoint: str) -> Iterator[SGLangServer]:
     """Started while nobody listens at the endpoint."""
     pool.end_ssd()
-    external = start(pool, endpoint)
+    external = start(pool, endpoint, "shm")
     with ended_at_exit(external.process):
         yield external
 
@@ -128,9 +128,9 @@ def test_comes_back_in_mid_generation(
 def test_two_servers_share_a_service(
     pool: ServerPool, server: SGLangServer, service: Service, endpoint: str, oracle: Oracle, prompts: list[str]
 ) -> None:
-    """Each gets its own speculations; the service outlives either."""
+    """Each gets its own speculations, one through shared memory, one through ZeroMQ; the service outlives either."""
     server.wait_connected()
-    second = start(pool, endpoint)
+    second = start(pool, endpoint, "zmq")
     with ended_at_exit(second.process):
         assert service.metric("verifiers") == 2
         payloads = [greedy(prompt, 30) for prompt in prompts[:8]]

@@ -69,5 +69,6 @@ def test_async(run: dict[str, Any], oracle: Oracle, prompts: list[str]) -> None:
 
 
 def test_nothing_is_left_running(run: dict[str, Any]) -> None:
-    left = [entry.command for entry in processes().values() if "sglang-ssd-" in entry.command and entry.parent == 1]
+    """The embedded service has ended with the program."""
+    left = [entry for entry in processes().values() if entry.parent == 1 and "--exit-with-stdin" in entry.command]
     assert not left

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import NamedTuple
 
 _POLL_S = 0.1
@@ -65,25 +66,28 @@ class Server:
         return self._process.poll()
 
     def wait_healthy(self, url: str, within_s: float) -> None:
-        """Wait until ``url`` answers 200. Raises `ServerFailed`, and ends the server then."""
+        """Wait until ``url`` answers 200. Raises `ServerFailed`; the server is ended then, as on an interrupt."""
         deadline = time.monotonic() + within_s
-        while not answers(url):
-            if self.exit_code is not None or time.monotonic() > deadline:
-                reason = "is not ready" if self.exit_code is None else f"ended with exit code {self.exit_code}"
-                self.end()
-                raise ServerFailed(f"{self.name} {reason}; the end of its log:\n{self.log_end()}")
-            time.sleep(_POLL_S)
+        try:
+            while not answers(url):
+                if self.exit_code is not None or time.monotonic() > deadline:
+                    reason = "is not ready" if self.exit_code is None else f"ended with exit code {self.exit_code}"
+                    raise ServerFailed(f"{self.name} {reason}; the end of its log:\n{self.log_end()}")
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.end()
+            raise
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: Signals) -> None:
         """Send a signal to the leader alone."""
         self._process.send_signal(number)
 
-    def signal_descendant(self, pid: int, number: signal.Signals) -> None:
+    def signal_descendant(self, pid: int, number: Signals) -> None:
         """Send a signal to one process of the session."""
         assert os.getsid(pid) == self.pid, f"{pid} is not a process of {self.name}"
         os.kill(pid, number)
 
-    def signal_group(self, number: signal.Signals) -> None:
+    def signal_group(self, number: Signals) -> None:
         """Send a signal to every process of the session, as a terminal does with Ctrl-C."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)

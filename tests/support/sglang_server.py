@@ -6,7 +6,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class SGLangServer:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(self.generate, payloads))
 
-    def stream(self, payload: Payload) -> Iterator[dict[str, Any]]:
+    def stream(self, payload: Payload) -> Generator[dict[str, Any], None, None]:
         """The chunks of a streamed completion; closing the iterator closes the connection."""
         with self._open("/generate", {**payload, "stream": True}) as response:
             for line in response:

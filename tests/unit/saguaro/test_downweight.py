@@ -27,7 +27,7 @@ def falling(generator: np.random.Generator, rows: int, vocab_size: int) -> np.nd
 
 
 def test_four_token_example() -> None:
-    assert C * 0.49 == pytest.approx(47 / 300)
+    assert pytest.approx(47 / 300) == C * 0.49
     lowered = saguaro_probs(Q, 2, C)
     assert lowered[0] == pytest.approx([0.47, 0.47, 0.03, 0.03])
     assert acceptance_rate(P, Q) == pytest.approx(0.98)
@@ -91,18 +91,16 @@ def test_truncated_q_with_the_rest_of_p_missing() -> None:
         assert a == pytest.approx(b)
 
 
-def test_same_p_and_q() -> None:
-    """alpha falls as C does; hits are undefined, hence 1, at C = 1."""
+def test_q_equal_to_p() -> None:
+    """Nothing is rejected at C = 1: hits are undefined, hence 1."""
     curve = downweight_curve(Q, Q, 2, [0, 0.1, 0.75, 1])
     assert curve.rejected_hit_rate[-1] == 1
     assert curve.acceptance_rate == pytest.approx([0.02, 0.02 + 0.098 / 0.118, 0.02 + 0.735 / 0.755, 1])
 
 
-def test_same_p_and_q_as_printed() -> None:
-    """alpha(C) = 1 - Q_S + C Q_S / Z for Q_S = .96, F = 2."""
-    q = np.array([[0.48, 0.48, 0.02, 0.02]])
-    curve = downweight_curve(q, q, 2, [0.75, 0.1, 0])
-    assert curve.acceptance_rate.round(5).tolist() == [0.98737, 0.74588, 0.04]
+def test_acceptance_over_c() -> None:
+    curve = downweight_curve(P, Q, 2, [0.75, 0.1, 0])
+    assert curve.acceptance_rate.round(5).tolist() == [0.98649, 0.87051, 0.04]
 
 
 def test_c_0_with_all_of_q_prepared() -> None:

@@ -56,6 +56,16 @@ def test_truncation_keeps_the_most_likely_and_renormalises() -> None:
     assert torch.allclose(q.probs, probs / probs.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("vocab_size", [16384, 16384 + 1, 20000])
+@pytest.mark.parametrize("num_kept", [1, 64, 600])
+def test_large_vocabularies(vocab_size: int, num_kept: int) -> None:
+    logits = random_logits(3, vocab_size).masked_fill(torch.arange(vocab_size) % 3 == 0, -torch.inf)
+    q = draft_distribution(logits, torch.ones(3), num_kept=num_kept)
+    values, ids = logits.topk(num_kept)
+    assert (q.ids == ids).all()
+    assert torch.allclose(q.probs, values.softmax(-1))
+
+
 def test_rows_have_their_own_settings() -> None:
     logits = random_logits(4, 50)
     temperature = torch.tensor([0.6, 1.0, 0.0, 1.3])
@@ -92,9 +102,7 @@ def test_top_k() -> None:
     assert q.probs[0].tolist() == pytest.approx([0.731059, 0.268941, 0], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("top_p", "kept"), [(1e-9, 1), (0.6652, 1), (0.6653, 2), (0.9099, 2), (0.91, 3), (1.0, 3)]
-)
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, 1), (0.6652, 1), (0.6653, 2), (0.9099, 2), (0.91, 3), (1.0, 3)])
 def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: int) -> None:
     q = draft_distribution(Z, ONE, num_kept=3, top_p=torch.tensor([top_p]))
     assert int((q.probs > 0).sum()) == kept
@@ -102,7 +110,7 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: int) -> None:
 
 
 def test_top_p_is_measured_on_the_whole_vocabulary_unless_top_k_is_less() -> None:
-    logits, top_p = torch.zeros(1, 100), torch.tensor([0.05])
+    logits, top_p = torch.zeros(1, 100), torch.tensor([0.045])
     assert int((draft_distribution(logits, ONE, num_kept=10, top_p=top_p).probs > 0).sum()) == 5
     top_k = torch.tensor([10])
     assert int((draft_distribution(logits, ONE, num_kept=10, top_p=top_p, top_k=top_k).probs > 0).sum()) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
@@ -15,11 +14,14 @@ from sglang_ssd.flags import verifier_config
 from ssd_proto.channel import MAX_LOOKAHEAD
 from ssd_proto.errors import ConfigError, DeadlineExceeded, ProtocolError
 from ssd_proto.fingerprint import fingerprint, mismatch
+from ssd_proto.model_checks import check_model_config, read_model_config
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.server_args import ServerArgs
+
+    from ssd_proto.messages import ModelFingerprint
 
 NAME = "SSD"
 _DEFAULT_LOOKAHEAD = 4
@@ -31,7 +33,8 @@ class SSDAlgorithm(CustomSpecAlgo):
     """Answers SGLang's questions about the algorithm.
 
     `is_standalone` makes SGLang capture verify graphs and choose hidden-state modes as for its own chain
-    of drafts from a separate model; with no draft model path set it reserves no draft memory.
+    of drafts from a separate model.  With no draft model path set it reserves no draft memory, save for
+    targets that bring layers for multi-token prediction: SGLang counts those whatever the algorithm.
     """
 
     def is_standalone(self) -> bool:
@@ -101,6 +104,8 @@ def _check_server(cfg: Any) -> None:
         raise ConfigError(f"SSD verifies chains: leave out --speculative-eagle-topk {cfg.speculative_eagle_topk}")
     if cfg.speculative_accept_threshold_single != 1.0 or cfg.speculative_accept_threshold_acc != 1.0:
         raise ConfigError("SSD is exact: leave out --speculative-accept-threshold-single and -acc")
+    if cfg.enable_return_hidden_states:
+        raise ConfigError("SSD does not return hidden states; leave out --enable-return-hidden-states")
     if cfg.enable_watermark:
         raise ConfigError("SSD does not work with --enable-watermark; leave it out")
 
@@ -116,7 +121,7 @@ def _check_speculator(cfg: Any, config: VerifierConfig) -> int:
             f"{cfg.speculative_num_draft_tokens}"
         )
     if config.endpoint is None:
-        _check_draft(cfg)
+        _check_draft(cfg, config)
         return lookahead or _DEFAULT_LOOKAHEAD
     try:
         info = request_info(config.endpoint, _INFO_TIMEOUT_S)
@@ -127,21 +132,27 @@ def _check_speculator(cfg: Any, config: VerifierConfig) -> int:
             f"the speculator at {config.endpoint} drafts {info.lookahead} tokens ahead: give "
             f"--speculative-num-steps {info.lookahead}, or start it with --lookahead {lookahead}"
         )
-    reason = mismatch(fingerprint(cfg.model_path), info.draft)
+    reason = mismatch(_target_fingerprint(cfg), info.draft)
     if reason is not None:
         raise ConfigError(reason)
     return info.lookahead
 
 
-def _check_draft(cfg: Any) -> None:
+def _check_draft(cfg: Any, config: VerifierConfig) -> None:
+    """Check the draft model of an embedded service, as the service itself will."""
     draft = cfg.speculative_draft_model_path
     if draft is None:
         raise ConfigError(
             "SSD needs a speculator: give --speculative-draft-model-path for an embedded one, "
             "or --speculative-ssd-endpoint of a running service"
         )
-    if not Path(draft).exists() and (draft.startswith(("/", "./", "../", "~")) or draft.count("/") != 1):
-        raise ConfigError(f"--speculative-draft-model-path: there is no model at {draft!r}")
-    reason = mismatch(fingerprint(cfg.model_path), fingerprint(draft))
+    revision = cfg.speculative_draft_model_revision
+    device = str(config.service.get("device", cfg.device)).partition(":")[0]
+    check_model_config(read_model_config(draft, revision), device=device)
+    reason = mismatch(_target_fingerprint(cfg), fingerprint(draft, revision, cfg.trust_remote_code))
     if reason is not None:
         raise ConfigError(reason)
+
+
+def _target_fingerprint(cfg: Any) -> ModelFingerprint:
+    return fingerprint(cfg.model_path, cfg.revision, cfg.trust_remote_code)

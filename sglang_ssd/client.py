@@ -7,7 +7,6 @@ answering the heartbeat or no longer knows this verifier; decoding goes on plain
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -22,9 +21,19 @@ from ssd_proto.channels.shm import ShmVerifierChannel
 from ssd_proto.channels.zmq import ZmqVerifierChannel
 from ssd_proto.control import ControlClient
 from ssd_proto.errors import ProtocolError, Refused, SSDError
-from ssd_proto.fingerprint import fingerprint
 from ssd_proto.host import host_identity, new_incarnation
-from ssd_proto.messages import Attached, Bye, Hello, Info, InfoRequest, Ping, Pong, Refusal, Welcome
+from ssd_proto.messages import (
+    Attached,
+    Bye,
+    Hello,
+    Info,
+    InfoRequest,
+    ModelFingerprint,
+    Ping,
+    Pong,
+    Refusal,
+    Welcome,
+)
 from ssd_proto.sockets import reachable
 from ssd_proto.table import TableShape
 
@@ -32,15 +41,14 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _RETRY_AFTER_REFUSAL_S = 30.0
-_HANDSHAKE_TIMEOUT_S = 2.0
+_HANDSHAKE_TIMEOUT_S = 5.0
 _GOODBYE_S = 0.5
 _MISSED_HEARTBEATS = 3
-_client_numbers = itertools.count()
 
 
 @dataclass(slots=True)
 class Connection:
-    """An attached service. ``lost`` is set by the background thread; the channel is the scheduler's."""
+    """An attached service. ``lost`` is set when it is of no use any more, by either thread."""
 
     welcome: Welcome
     channel: VerifierChannel
@@ -53,14 +61,20 @@ class SpeculatorClient:
     Args:
         endpoint: Control endpoint of the service.
         hello: Makes the `Hello` of a new connection from its incarnation.
+        on_change: Called from the background thread with whether a service is attached.
     """
 
-    def __init__(self, endpoint: str, hello: Callable[[int], Hello]) -> None:
+    def __init__(
+        self, endpoint: str, hello: Callable[[int], Hello], on_change: Callable[[bool], None] = lambda _: None
+    ) -> None:
         self._endpoint = endpoint
         self._hello = hello
+        self._on_change = on_change
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._attempted = threading.Event()
-        self._latest: Connection | None = None
+        self._lock = threading.Lock()
+        self._untaken: Connection | None = None
         self._complaint = ""
         self._thread = threading.Thread(target=self._run, name="ssd-client", daemon=True)
 
@@ -69,14 +83,21 @@ class SpeculatorClient:
         self._thread.start()
         self._attempted.wait(timeout_s)
 
-    @property
-    def connection(self) -> Connection | None:
-        """The newest connection, or None if there has been none yet. It may be lost already."""
-        return self._latest
+    def take(self) -> Connection | None:
+        """A connection made since the last call, or None. Its channel belongs to the caller from now on."""
+        with self._lock:
+            connection, self._untaken = self._untaken, None
+        return connection
+
+    def give_up(self, connection: Connection) -> None:
+        """Treat a taken ``connection`` as lost and connect anew: the service then forgets its sequences."""
+        connection.lost = True
+        self._wake.set()
 
     def close(self) -> None:
         """Say goodbye and stop the thread; at most a few seconds."""
         self._stop.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_HANDSHAKE_TIMEOUT_S + 1.0)
 
@@ -93,6 +114,8 @@ class SpeculatorClient:
                 delay = _RETRY_AFTER_REFUSAL_S
             except SSDError as error:
                 self._complain(f"no speculator at {self._endpoint} ({error}); decoding goes on without speculation")
+            except Exception:  # the boundary of this thread: without it the server would never connect again
+                logger.exception("the connection to the speculator at %s failed", self._endpoint)
             self._stop.wait(delay)
 
     def _connect(self, control: ControlClient) -> tuple[Connection, int]:
@@ -104,35 +127,49 @@ class SpeculatorClient:
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
         connection = Connection(answer, _attach(answer, hello, self._endpoint))
-        control.send(Attached(incarnation))
+        try:
+            control.send(Attached(incarnation))
+        except SSDError:
+            connection.channel.close()
+            raise
         logger.info("attached to the speculator at %s through %s", self._endpoint, answer.channel.kind)
         self._complaint = ""
-        self._latest = connection
-        self._attempted.set()
         return connection, incarnation
 
     def _stay_connected(self, control: ControlClient, connection: Connection, incarnation: int) -> None:
-        interval = connection.welcome.heartbeat_s
-        last_heard = time.monotonic()
+        self._wake.clear()
+        with self._lock:
+            self._untaken = connection
+        self._on_change(True)
+        self._attempted.set()
         try:
-            while not self._stop.wait(interval):
-                try:
-                    pong = control.request(Ping(incarnation), interval)
-                except SSDError:
-                    if time.monotonic() - last_heard > _MISSED_HEARTBEATS * interval:
-                        logger.warning(
-                            "the speculator at %s is gone; decoding goes on without speculation", self._endpoint
-                        )
-                        return
-                    continue
-                if not isinstance(pong, Pong) or not pong.known:
-                    logger.warning("the speculator at %s was restarted; connecting anew", self._endpoint)
-                    return
-                last_heard = time.monotonic()
-            control.send(Bye(incarnation))
-            control.close(linger_s=_GOODBYE_S)
+            if self._heartbeat(control, connection, incarnation):
+                control.send(Bye(incarnation))
+                control.close(linger_s=_GOODBYE_S)
         finally:
             connection.lost = True
+            self._on_change(False)
+            untaken = self.take()
+            if untaken is not None:
+                untaken.channel.close()
+
+    def _heartbeat(self, control: ControlClient, connection: Connection, incarnation: int) -> bool:
+        """Until the service is lost (False), or this end is given up or closed (True: say goodbye)."""
+        interval = connection.welcome.heartbeat_s
+        last_heard = time.monotonic()
+        while not self._wake.wait(interval):
+            try:
+                pong = control.request(Ping(incarnation), interval)
+            except SSDError:
+                if time.monotonic() - last_heard > _MISSED_HEARTBEATS * interval:
+                    logger.warning("the speculator at %s is gone; decoding goes on without speculation", self._endpoint)
+                    return False
+                continue
+            if not isinstance(pong, Pong) or not pong.known:
+                logger.warning("the speculator at %s was restarted; connecting anew", self._endpoint)
+                return False
+            last_heard = time.monotonic()
+        return True
 
     def _complain(self, complaint: str) -> None:
         if complaint != self._complaint:  # once per cause, not once per attempt
@@ -141,12 +178,12 @@ class SpeculatorClient:
 
 
 def say_hello(
-    model_path: str, lookahead: int, max_slots: int, context_length: int, channels: Sequence[str]
+    target: ModelFingerprint, lookahead: int, max_slots: int, context_length: int, channels: Sequence[str]
 ) -> Callable[[int], Hello]:
     """Make the `Hello` of a verifier, given the incarnation of a connection."""
-    target = fingerprint(model_path)
     host = host_identity()
-    name = f"{socket.gethostname()}:{os.getpid()}:{next(_client_numbers)}"
+    # Host and process are for people; the number is what no other verifier has, in containers either.
+    name = f"{socket.gethostname()}:{os.getpid()}:{new_incarnation():x}"
 
     def hello(incarnation: int) -> Hello:
         return Hello(

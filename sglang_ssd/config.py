@@ -37,6 +37,8 @@ SERVICE_OPTIONS = frozenset(
 )
 """Flags of the speculator service that may be set for the embedded one (``service`` in the config)."""
 
+_IN_JSON = {tuple: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
+
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
@@ -58,13 +60,16 @@ class VerifierConfig:
     def __post_init__(self) -> None:
         _check_range("deadline_ms", self.deadline_ms, 0, 60_000)
         _check_range("connect_timeout_s", self.connect_timeout_s, 0, 600)
+        _check_type("endpoint", self.endpoint, str, type(None))
+        _check_type("channels", self.channels, tuple)
+        _check_type("overlap_on_cpu", self.overlap_on_cpu, bool)
+        _check_type("service", self.service, dict)
         if self.endpoint is not None and not self.endpoint.startswith(("tcp://", "ipc://")):
             raise ConfigError(
                 f"--speculative-ssd-endpoint {self.endpoint!r} must begin with tcp:// or ipc://, "
                 "for example tcp://127.0.0.1:5757"
             )
-        unknown_kinds = set(self.channels) - set(CHANNEL_KINDS)
-        if unknown_kinds or not self.channels:
+        if not self.channels or any(kind not in CHANNEL_KINDS for kind in self.channels):
             raise ConfigError(f"SSD config: channels must be chosen from {list(CHANNEL_KINDS)}, got {self.channels}")
         unknown = sorted(set(self.service) - SERVICE_OPTIONS)
         if unknown:
@@ -94,25 +99,24 @@ class VerifierConfig:
             raise ConfigError(f"SSD config: unknown options {unknown}; known are {sorted(known)}")
         if endpoint is not None:
             options["endpoint"] = endpoint
-        if "channels" in options:
+        if isinstance(options.get("channels"), list):
             options["channels"] = tuple(options["channels"])
         return VerifierConfig(**options)
 
 
 def _read_options(source: str) -> dict[str, Any]:
     parse: Callable[[str], Any] = json.loads
+    path, text = Path(source), None
     if source.lstrip().startswith("{"):
         text = source
     else:
-        path = Path(source)
         if not path.is_file():
             raise ConfigError(f"--speculative-ssd-config: there is no file {source!r}")
-        text = path.read_text()
         if path.suffix == ".toml":
             parse = tomllib.loads
     try:
-        options = parse(text)
-    except ValueError as error:
+        options = parse(text if text is not None else path.read_text())
+    except (ValueError, OSError) as error:
         raise ConfigError(f"--speculative-ssd-config {source!r} cannot be read: {error}") from error
     if not isinstance(options, dict):
         raise ConfigError("--speculative-ssd-config must hold an object of options")
@@ -122,3 +126,9 @@ def _read_options(source: str) -> dict[str, Any]:
 def _check_range(name: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"SSD config: {name} must be between {low} and {high}, got {value!r}")
+
+
+def _check_type(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        allowed = " or ".join(_IN_JSON[kind] for kind in kinds)
+        raise ConfigError(f"SSD config: {name} must be {allowed}, got {value!r}")

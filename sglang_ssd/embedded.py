@@ -32,6 +32,9 @@ _STOP_TIMEOUT_S = 5.0
 _RESTART_AFTER_S = (1.0, 5.0, 30.0)
 _POLL_S = 0.1
 
+_services: dict[str, EmbeddedService] = {}
+"""By endpoint, since the arguments that name it must be picklable."""
+
 
 def launch_with_embedded(
     original: Callable[..., Any], cls: type, server_args: ServerArgs, *args: Any, **kwargs: Any
@@ -43,6 +46,7 @@ def launch_with_embedded(
         return original(cls, server_args, *args, **kwargs)
     service = EmbeddedService(options)
     use_embedded(server_args, service.endpoint)
+    _services[service.endpoint] = service
     try:
         result = original(cls, server_args, *args, **kwargs)
         service.wait_ready(num_verifiers=_num_verifiers(server_args))
@@ -50,6 +54,13 @@ def launch_with_embedded(
         service.stop()
         raise
     return result
+
+
+def stop_with_engine(engine: Any) -> None:
+    """Hook before ``Engine.shutdown``, which kills all child processes: this one is not to be started again."""
+    service = _services.pop(getattr(engine.server_args, "_ssd_embedded", ""), None)
+    if service is not None:
+        service.stop()
 
 
 class EmbeddedService:
@@ -67,6 +78,7 @@ class EmbeddedService:
             *options,
         ]
         self._stopping = threading.Event()
+        self._lock = threading.Lock()  # of ``_process`` and the decision to start another one
         self._process = self._start()
         self._monitor = threading.Thread(target=self._keep_alive, name="ssd-embedded", daemon=True)
         self._monitor.start()
@@ -92,10 +104,11 @@ class EmbeddedService:
         logger.warning("the embedded speculator is not ready; decoding starts without speculation")
 
     def stop(self) -> None:
-        """End the child. May be called twice."""
-        self._stopping.set()
+        """End the child and start no other. May be called twice."""
         atexit.unregister(self.stop)
-        process = self._process
+        with self._lock:
+            self._stopping.set()
+            process = self._process
         if process.stdin is not None:
             process.stdin.close()
         try:
@@ -120,8 +133,10 @@ class EmbeddedService:
             attempts = 0 if time.monotonic() - started > 60.0 else attempts + 1
             delay = _RESTART_AFTER_S[min(attempts, len(_RESTART_AFTER_S) - 1)]
             logger.warning("the embedded speculator ended with code %d; starting it again in %.0f s", code, delay)
-            if not self._stopping.wait(delay):
-                self._process = self._start()
+            self._stopping.wait(delay)
+            with self._lock:
+                if not self._stopping.is_set():
+                    self._process = self._start()
 
 
 def _service_options(server_args: ServerArgs) -> list[str] | None:

@@ -19,6 +19,14 @@ class HandedOver(NamedTuple):
     """Tokens before the bonus token, for prefills; None for a round."""
 
 
+class _Pending(NamedTuple):
+    slots: NDArray[np.int64]
+    rows: list[int] | None
+    lengths: NDArray[np.int64] | None
+    accept_lens: torch.Tensor | None
+    bonus: torch.Tensor
+
+
 class Handoff:
     """Carries at most one outcome. Copies start with the forward and are waited for in `finish`.
 
@@ -29,10 +37,11 @@ class Handoff:
     def __init__(self, device: str, max_batch_size: int, lookahead: int) -> None:
         self._device = device
         self._on_cpu = device == "cpu"
-        self._pending: tuple[NDArray[np.int64], NDArray[np.int64] | None, torch.Tensor, torch.Tensor] | None = None
+        self._pending: _Pending | None = None
         if not self._on_cpu:
             self._event = torch.get_device_module(device).Event()
-            self._host = torch.empty((2, max_batch_size), dtype=torch.int64, pin_memory=True)
+            # int32 as on the device: a copy that converts would not be asynchronous.
+            self._host = torch.empty((2, max_batch_size), dtype=torch.int32, pin_memory=True)
             # Two staging buffers: with overlap scheduling the copy of the last round may still be queued.
             self._staging = torch.empty((2, max_batch_size, lookahead), dtype=torch.int64, pin_memory=True)
             self._turn = 0
@@ -41,22 +50,26 @@ class Handoff:
         self, tokens: torch.Tensor, rows: list[int], slots: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> None:
         """The forward sampled ``tokens`` [b]; those of ``rows`` are the first tokens of ``slots`` after ``lengths``."""
-        bonus = tokens if len(rows) == len(tokens) else tokens[rows]
-        self._begin(slots, lengths, torch.ones_like(bonus), bonus)
+        self._begin(_Pending(slots, rows, lengths, None, tokens))
 
     def begin_round(self, accept_lens: torch.Tensor, bonus: torch.Tensor, slots: NDArray[np.int64]) -> None:
         """The forward accepted ``accept_lens`` [b] tokens (bonus included), the last of which is ``bonus`` [b]."""
-        self._begin(slots, None, accept_lens, bonus)
+        # The scheduler reuses its index tensors; a copy keeps the slots of this forward.
+        self._begin(_Pending(slots.copy(), None, None, accept_lens, bonus))
 
     def finish(self) -> HandedOver | None:
         """Wait for the pending outcome, if there is one, and take it."""
         if self._pending is None:
             return None
-        slots, lengths, accept_lens, bonus = self._pending
+        slots, rows, lengths, accept_lens, bonus = self._pending
         self._pending = None
         if not self._on_cpu:
             self._event.synchronize()
-        return HandedOver(slots, accept_lens.numpy().astype(np.int64) - 1, bonus.numpy().astype(np.int64), lengths)
+        tokens = bonus.numpy().astype(np.int64)
+        if rows is not None:
+            tokens = tokens[rows]
+        accepted = np.zeros_like(tokens) if accept_lens is None else accept_lens.numpy().astype(np.int64) - 1
+        return HandedOver(slots, accepted, tokens, lengths)
 
     def stage(self, drafts: NDArray[np.int32]) -> torch.Tensor:
         """Drafts [b, K] as int64 on the device, without waiting for the copy."""
@@ -67,19 +80,15 @@ class Handoff:
         staging.numpy()[:] = drafts
         return staging.to(self._device, non_blocking=True)
 
-    def _begin(
-        self,
-        slots: NDArray[np.int64],
-        lengths: NDArray[np.int64] | None,
-        accept_lens: torch.Tensor,
-        bonus: torch.Tensor,
-    ) -> None:
+    def _begin(self, pending: _Pending) -> None:
         assert self._pending is None, "the last outcome was not handed over"
         if not self._on_cpu:
-            host_lens, host_bonus = self._host[0, : len(slots)], self._host[1, : len(slots)]
-            host_lens.copy_(accept_lens, non_blocking=True)
-            host_bonus.copy_(bonus, non_blocking=True)
+            bonus = self._to_host(0, pending.bonus)
+            lens = None if pending.accept_lens is None else self._to_host(1, pending.accept_lens)
             self._event.record()
-            accept_lens, bonus = host_lens, host_bonus
-        # The scheduler reuses its index tensors; a copy keeps the rows of this forward.
-        self._pending = (slots.copy(), lengths, accept_lens, bonus)
+            pending = pending._replace(bonus=bonus, accept_lens=lens)
+        self._pending = pending
+
+    def _to_host(self, line: int, values: torch.Tensor) -> torch.Tensor:
+        host = self._host[line, : len(values)]
+        return host.copy_(values.to(torch.int32), non_blocking=True)

@@ -39,12 +39,11 @@ class VerifierMetrics:
         self._by_kind = [self._proposals.labels(kind.name.lower()) for kind in ProposalKind]
         self._connected.set(0)
 
-    def connected(self) -> None:
-        self._connected.set(1)
-
-    def disconnected(self) -> None:
-        self._connected.set(0)
-        self._lost.inc()
+    def attached(self, is_attached: bool) -> None:
+        """Note that a speculator was attached or lost; for any thread."""
+        self._connected.set(int(is_attached))
+        if not is_attached:
+            self._lost.inc()
 
     def round(self, proposals: Proposals, waited_s: float, deadline_missed: bool) -> None:
         """Count the speculations of one round."""

@@ -12,8 +12,8 @@ def register() -> None:
     from sglang_ssd import cpu
 
     cpu.activate()
-    if "speculator_service" in sys.modules:
-        return  # the service runs a draft model with SGLang; it needs no more than that
+    if "speculator_service.draft.runner" in sys.modules:
+        return  # this process runs a draft model with SGLang; it needs no more than that
     _register_algorithm()
     if multiprocessing.parent_process() is None:
         _register_launcher_hooks()
@@ -35,27 +35,29 @@ def _register_algorithm() -> None:
 
 
 def _register_launcher_hooks() -> None:
-    """What only the process needs that reads the command line, starts the others and takes requests."""
+    """What only the process needs that reads the command line, starts the others."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ssd import embedded, flags, requests
+    from sglang_ssd import embedded, flags
 
     server_args = "sglang.srt.server_args.ServerArgs"
     HookRegistry.register(f"{server_args}.add_cli_args", flags.add_flags, HookType.AFTER)
     HookRegistry.register(f"{server_args}.from_cli_args", flags.keep_flags, HookType.AROUND)
     launcher = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
     HookRegistry.register(launcher, embedded.launch_with_embedded, HookType.AROUND)
-    validation = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-    HookRegistry.register(validation, requests.check_request, HookType.AROUND)
-    sys.excepthook = _one_sentence_for_user_mistakes
+    HookRegistry.register("sglang.srt.entrypoints.engine.Engine.shutdown", embedded.stop_with_engine, HookType.BEFORE)
+    _say_user_mistakes_in_one_sentence()
 
 
-def _one_sentence_for_user_mistakes(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _say_user_mistakes_in_one_sentence() -> None:
     from ssd_proto.errors import ConfigError
 
-    if isinstance(error, ConfigError):
-        sys.stderr.write(f"error: {error}\n")
-    else:
-        sys.__excepthook__(kind, error, traceback)
+    previous = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, ConfigError):
+            sys.stderr.write(f"error: {error}\n")
+        else:
+            previous(kind, error, traceback)
+
+    sys.excepthook = say

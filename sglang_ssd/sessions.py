@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from ssd_proto.channel import VerifierChannel
 from ssd_proto.records import ProposalKind, outcome_dtype
 
-_MAX_SILENT_ROUNDS = 2
-
 
 class Sessions:
     """Sequences by slot, 0..max_slots-1.
@@ -33,7 +31,6 @@ class Sessions:
         self._records = np.zeros(max_slots, outcome_dtype(lookahead))
         self._records["slot"] = np.arange(max_slots)
         self._rids: list[str | None] = [None] * max_slots
-        self._silent_rounds = np.zeros(max_slots, np.int64)
         self._generation = 0
 
     def outcomes(self, slots: NDArray[np.int64]) -> NDArray[np.void]:
@@ -51,7 +48,7 @@ class Sessions:
     def open(self, channel: VerifierChannel, slot: int, tokens: NDArray[np.int32]) -> None:
         """Open ``slot`` with the committed ``tokens``; the next outcome of the slot is its round 0.
 
-        Raises `ChannelFull`; the slot is closed then.
+        Errors are those of the channel; the slot is closed then.
         """
         self.is_open[slot] = False
         self._generation = (self._generation + 1) & 0x7FFF_FFFF
@@ -60,10 +57,9 @@ class Sessions:
         record["round"] = -1
         channel.open_sequence(slot, self._generation, tokens)
         self.is_open[slot] = True
-        self._silent_rounds[slot] = 0
 
     def close(self, channel: VerifierChannel | None, slots: Sequence[int]) -> None:
-        """Stop tracking ``slots``; without a channel there is nobody to tell. Raises `ChannelFull`."""
+        """Stop tracking ``slots``; without a channel there is nobody to tell. Errors: the channel's."""
         for slot in slots:
             self._rids[slot] = None
             if self.is_open[slot]:
@@ -101,15 +97,10 @@ class Sessions:
         self._advance(slots, num_accepted, bonus)
 
     def post(self, channel: VerifierChannel, slots: NDArray[np.int64]) -> None:
-        """Post the latest outcomes of those ``slots`` that are open. Raises `ChannelFull`."""
+        """Post the latest outcomes of those ``slots`` that are open. Errors: the channel's."""
         slots = slots[self.is_open[slots]]
         if len(slots):
             channel.post(self._records[slots])
-
-    def note_silence(self, slots: NDArray[np.int64], is_silent: NDArray[np.bool_]) -> None:
-        """Give a sequence up (it is opened anew) whose deadline passed in several rounds in a row."""
-        self._silent_rounds[slots] = np.where(is_silent, self._silent_rounds[slots] + 1, 0)
-        self.is_open[slots[self._silent_rounds[slots] >= _MAX_SILENT_ROUNDS]] = False
 
     def uncommitted_tail(self, slot: int, num_known: int) -> list[int]:
         """The committed tokens of ``slot`` after the first ``num_known``: the end of its latest round's run.

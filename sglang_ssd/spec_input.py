@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +12,8 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_ssd.sampling import ChainVerifyInput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -50,10 +54,11 @@ class SSDDraftInput(SpecInput):
 
 
 class ChainBuilder:
-    """Makes the `EagleVerifyInput` of a chain (a tree with one leaf): bonus, s_1..s_K at seq_len..seq_len+K."""
+    """Makes the verify input of a chain (a tree with one leaf): bonus, s_1..s_K at seq_len..seq_len+K."""
 
     def __init__(self, lookahead: int, max_batch_size: int, device: str, target_worker: TpModelWorker) -> None:
         self._lookahead = lookahead
+        self._sampler = target_worker.model_runner.sampler
         self._device = device
         self._target_worker = target_worker
         width = lookahead + 1
@@ -65,10 +70,23 @@ class ChainBuilder:
         self._parents = torch.arange(-1, parents - 1, device=device).repeat(max_batch_size, 1)
         self._scores = torch.arange(lookahead, device=device).repeat(max_batch_size, 1)
 
-    def build(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
-        """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation."""
-        if self._device == "cpu":
-            return self._build_on_cpu(batch, bonus, drafts)
+    def build(
+        self,
+        batch: ScheduleBatch,
+        bonus: torch.Tensor,
+        drafts: torch.Tensor,
+        outputs: Sequence[Sequence[int]] | None,
+    ) -> ChainVerifyInput:
+        """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation.
+
+        ``outputs`` [b]: output tokens of the requests, bonus tokens included, if their sampling depends on them.
+        """
+        build = self._build_on_cpu if self._device == "cpu" else self._build_on_gpu
+        tree = build(batch, bonus, drafts)
+        parts = {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree)}
+        return ChainVerifyInput(**parts, sampler=self._sampler, outputs=outputs)
+
+    def _build_on_gpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
         batch_size = drafts.shape[0]
         return build_eagle_verify_input(
             batch,

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from sglang_ssd.metrics import VerifierMetrics
 from sglang_ssd.sessions import Sessions
 from ssd_proto.channel import VerifierChannel
 from ssd_proto.errors import ChannelClosed, ChannelFull, ProtocolError
+from ssd_proto.fingerprint import fingerprint
 from ssd_proto.records import Proposals
 
 if TYPE_CHECKING:
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from sglang_ssd.handoff import HandedOver
 
 logger = logging.getLogger(__name__)
-
-_REOPEN_AFTER_S = 1.0
 
 
 class Request(Protocol):
@@ -46,18 +46,23 @@ def connect(
     """Start the connection to the speculator that the server's options name; waits a little for it."""
     config = verifier_config(server_args)
     assert config.endpoint is not None, "the launcher starts an embedded service when none is given"
-    hello = say_hello(server_args.model_path, lookahead, max_slots, context_length, config.channels)
-    client = SpeculatorClient(config.endpoint, hello)
+    metrics = VerifierMetrics()
+    target = fingerprint(server_args.model_path, server_args.revision, server_args.trust_remote_code)
+    hello = say_hello(target, lookahead, max_slots, context_length, config.channels)
+    client = SpeculatorClient(config.endpoint, hello, metrics.attached)
+    atexit.register(client.close)
     client.start(config.connect_timeout_s)
-    sessions = Sessions(max_slots, lookahead)
-    return Speculation(client, sessions, VerifierMetrics(), config.deadline_ms / 1000, vocab_size)
+    return Speculation(client, Sessions(max_slots, lookahead), metrics, config.deadline_ms / 1000, vocab_size)
 
 
 class Speculation:
     """Speculations for the verifier's slots, from whatever speculator is attached at the moment.
 
     A deadline that passes without any answer makes the speculator suspect: rounds do not wait for it any
-    more until it answers again.  So a dead or stuck speculator costs one deadline, not one per round.
+    more until it shows a sign of life.  So a dead or stuck speculator costs one deadline, not one per round.
+
+    Any failure of the channel has one cure: the connection is given up and made anew, whereupon the service
+    forgets this verifier's sequences and they are opened again with all that is committed.
     """
 
     def __init__(
@@ -74,8 +79,7 @@ class Speculation:
         self._deadline_s = deadline_s
         self._vocab_size = vocab_size
         self._connection: Connection | None = None
-        self._is_suspect = False
-        self._reopen_at = 0.0
+        self._suspect_since: float | None = None
 
     # -- lifecycle of sequences --------------------------------------------------------------------
 
@@ -88,10 +92,8 @@ class Speculation:
 
     def close(self, slots: Sequence[int]) -> None:
         """The requests of ``slots`` are gone. Slots that were never opened are ignored."""
-        try:
-            self._sessions.close(self._channel, slots)
-        except (ChannelFull, ChannelClosed) as error:
-            self._out_of_step(error)
+        self._tell(lambda channel: self._sessions.close(channel, slots))
+        self._sessions.close(None, slots)
 
     def close_all(self) -> None:
         """All requests are gone."""
@@ -106,6 +108,14 @@ class Speculation:
         else:
             self._sessions.verified(outcome.slots, outcome.num_accepted, outcome.bonus)
         self._post(outcome.slots)
+
+    def outputs(self, slots: NDArray[np.int64], requests: Sequence[Request]) -> list[list[int]]:
+        """Output tokens so far, [b], with those that SGLang has not put into ``output_ids`` yet."""
+        return [
+            list(request.output_ids)
+            + self._sessions.uncommitted_tail(slot, len(request.origin_input_ids) + len(request.output_ids))
+            for slot, request in zip(slots.tolist(), requests, strict=True)
+        ]
 
     def speculate(self, slots: NDArray[np.int64], requests: Sequence[Request]) -> NDArray[np.int32]:
         """Drafts [b, K] to verify next; where there are fewer, the rest is padding.
@@ -141,31 +151,39 @@ class Speculation:
 
     def _refresh(self) -> bool:
         """Take over a new connection, drop a lost one; True if a speculator is attached."""
-        newest = self._client.connection
-        if self._connection is not None and (self._connection.lost or newest is not self._connection):
+        if self._connection is not None and self._connection.lost:
             self._connection.channel.close()
             self._connection = None
             self._sessions.lose_all()
-            self._metrics.disconnected()
-        if self._connection is None and newest is not None and not newest.lost:
-            self._connection = newest
-            self._is_suspect = False
-            self._reopen_at = 0.0
-            self._metrics.connected()
+        if self._connection is None:
+            self._connection = self._client.take()
+            self._suspect_since = None
         return self._connection is not None
 
+    def _tell(self, post: Callable[[VerifierChannel], None]) -> None:
+        """Post something, if there is somebody to tell; a failure ends the connection."""
+        if self._connection is None or self._connection.lost:
+            return
+        try:
+            post(self._connection.channel)
+        except (ChannelFull, ChannelClosed, ProtocolError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        assert self._connection is not None
+        logger.warning("lost step with the speculator (%s); connecting anew", error)
+        self._client.give_up(self._connection)
+        self._refresh()
+
     def _open(self, slot: int, tokens: Sequence[int]) -> None:
-        if self._channel is not None:
-            try:
-                self._sessions.open(self._channel, slot, np.asarray(tokens, np.int32))
-            except (ChannelFull, ChannelClosed) as error:
-                self._out_of_step(error)
+        self._tell(lambda channel: self._sessions.open(channel, slot, np.asarray(tokens, np.int32)))
+
+    def _post(self, slots: NDArray[np.int64]) -> None:
+        self._tell(lambda channel: self._sessions.post(channel, slots))
 
     def _reopen(self, slots: NDArray[np.int64], requests: Sequence[Request]) -> None:
-        """Open running sequences that the speculator does not know (any more), with all that is committed."""
+        """Open running sequences that the speculator does not know, with all that is committed."""
         closed = np.flatnonzero(~self._sessions.is_open[slots])
-        if not len(closed) or time.monotonic() < self._reopen_at:
-            return
         for row in closed.tolist():
             slot, request = int(slots[row]), requests[row]
             known = [*request.origin_input_ids, *request.output_ids]
@@ -173,14 +191,8 @@ class Speculation:
             self._open(slot, committed[:-1])
             last = np.array([slot]), np.array([len(committed) - 1]), np.array(committed[-1:])
             self._sessions.first_tokens(*last)
-        self._post(slots[closed])
-
-    def _post(self, slots: NDArray[np.int64]) -> None:
-        if self._channel is not None:
-            try:
-                self._sessions.post(self._channel, slots)
-            except (ChannelFull, ChannelClosed) as error:
-                self._out_of_step(error)
+        if len(closed):
+            self._post(slots[closed])
 
     def _look_up(
         self, channel: VerifierChannel, slots: NDArray[np.int64], rows: NDArray[np.int64], into: Proposals
@@ -191,21 +203,19 @@ class Speculation:
         try:
             found = channel.lookup(outcomes)
             if (found.depth < 0).any():
-                found = channel.wait(outcomes, found, 0.0 if self._is_suspect else self._deadline_s)
+                found = channel.wait(outcomes, found, self._patience(channel))
         except (ChannelClosed, ProtocolError) as error:
-            self._out_of_step(error)
+            self._give_up(error)
             return
+        now = time.monotonic()
         is_silent = found.depth < 0
-        if not self._is_suspect:
-            self._sessions.note_silence(slots, is_silent)
-        self._is_suspect = bool(is_silent.all())
+        self._suspect_since = now if is_silent.all() else None
         for target, value in zip(into, found, strict=True):
             target[rows] = value
         np.maximum(into.depth, 0, out=into.depth)
-        self._metrics.round(into, time.monotonic() - started, bool(is_silent.any()))
+        self._metrics.round(into, now - started, bool(is_silent.any()))
 
-    def _out_of_step(self, error: Exception) -> None:
-        """A post got lost, so the speculator's mirror is stale: every sequence is opened anew, a little later."""
-        logger.warning("lost step with the speculator (%s); its sequences are opened anew", error)
-        self._sessions.lose_all()
-        self._reopen_at = time.monotonic() + _REOPEN_AFTER_S
+    def _patience(self, channel: VerifierChannel) -> float:
+        """Seconds to wait for missing speculations."""
+        is_trusted = self._suspect_since is None or channel.last_beat() > self._suspect_since
+        return self._deadline_s if is_trusted else 0.0

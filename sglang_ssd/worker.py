@@ -16,6 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_utils import get_plan_stream
 
+from sglang_ssd import sampling
 from sglang_ssd.handoff import Handoff
 from sglang_ssd.spec_input import ChainBuilder, SSDDraftInput
 from sglang_ssd.speculation import Speculation, connect
@@ -41,6 +42,7 @@ class SSDWorker(BaseSpecWorker):
         self._tp_group = get_parallel().tp_group
         self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
         self._speculation: Speculation | None = None  # rank 0 only
+        sampling.install()
 
     # -- what SGLang asks of a speculative worker --------------------------------------------------
 
@@ -111,7 +113,8 @@ class SSDWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: ScheduleBatch, grammar_barrier: Any) -> GenerationBatchResult:
-        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, self._drafts(batch))
+        drafts, outputs = self._drafts(batch)
+        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, outputs)
         result = run_eagle_verify(
             batch,
             target_worker=self._target_worker,
@@ -132,15 +135,22 @@ class SSDWorker(BaseSpecWorker):
             self._handoff.begin_round(result.accept_lens, bonus, batch.req_pool_indices_cpu.numpy())
         return result
 
-    def _drafts(self, batch: ScheduleBatch) -> torch.Tensor:
-        """Drafts of the round, [b, K] int64 on the target's device, the same on every rank."""
+    def _drafts(self, batch: ScheduleBatch) -> tuple[torch.Tensor, list[list[int]] | None]:
+        """Drafts of the round, [b, K] int64 on the target's device, the same on every rank.
+
+        On rank 0 also what the requests have put out so far, if the sampling of any depends on it.
+        """
+        outputs = None
         if self._speculation is not None:
-            drafts = self._speculation.speculate(batch.req_pool_indices_cpu.numpy(), batch.reqs)
-            staged = self._handoff.stage(drafts)
+            slots = batch.req_pool_indices_cpu.numpy()
+            if sampling.has_penalties(batch.sampling_info):
+                outputs = self._speculation.outputs(slots, batch.reqs)
+            staged = self._handoff.stage(self._speculation.speculate(slots, batch.reqs))
         else:
             staged = torch.empty((len(batch.reqs), self._lookahead), dtype=torch.int64, device=self._device)
         # Missing drafts travel as data, too: no rank ever waits for one that has none.
-        return self._tp_group.broadcast(staged, src=0) if self._tp_group.world_size > 1 else staged
+        drafts = self._tp_group.broadcast(staged, src=0) if self._tp_group.world_size > 1 else staged
+        return drafts, outputs
 
 
 def _close_freed_slots(pool: Any, speculation: Speculation) -> None:

@@ -156,7 +156,7 @@ class ControlThread:
 
     # -- handshake ---------------------------------------------------------------------------------
 
-    def _welcome(self, hello: Hello) -> Welcome | Refusal:
+    def _welcome(self, hello: Hello) -> Welcome | Refusal | None:
         for verifier in self._registry.take_namesakes(hello.name):
             self._detach(verifier)
         reason = self._objection(hello)
@@ -164,7 +164,7 @@ class ControlThread:
             try:
                 offer, verifier = self._attached(hello)
             except FutureTimeout:
-                reason = "the service is busy: try again"
+                return None  # busy with a long step: the verifier tries again when its patience ends
             except (SSDError, OSError) as error:
                 reason = str(error)
         if reason is not None:

@@ -6,10 +6,10 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ssd_proto.errors import ConfigError
 from ssd_proto.messages import ModelFingerprint
+from ssd_proto.model_checks import read_model_config
 
 
 @lru_cache
@@ -18,7 +18,7 @@ def fingerprint(model_path: str, revision: str | None = None, trust_remote_code:
 
     Raises `ConfigError` if there is no such model or its configuration cannot be read.
     """
-    config = _model_config(model_path, revision)
+    config = read_model_config(model_path, revision)
     text = config.get("text_config") or config
     vocab_size = text.get("vocab_size") or config.get("vocab_size")
     if not isinstance(vocab_size, int):
@@ -42,32 +42,15 @@ def mismatch(target: ModelFingerprint, draft: ModelFingerprint) -> str | None:
     return None
 
 
-def _model_config(model_path: str, revision: str | None) -> dict[str, Any]:
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        file = path / "config.json"
-    else:
-        from huggingface_hub import hf_hub_download
-
-        try:
-            file = Path(hf_hub_download(model_path, "config.json", revision=revision))
-        except Exception as error:  # the hub raises many kinds; all mean that there is no such model
-            raise ConfigError(f"there is no model at {model_path!r}, neither here nor on the hub") from error
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the configuration of the model at {model_path!r} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"the config.json of the model at {model_path!r} holds no object; give a complete model")
-    return config
-
-
 def _tokenizer_digest(model_path: str, revision: str | None, trust_remote_code: bool) -> str:
     file = Path(model_path).expanduser() / "tokenizer.json"
     if file.is_file():  # the common case, without the seconds that importing transformers takes
         from tokenizers import Tokenizer
 
-        vocabulary: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab()
+        try:
+            vocabulary: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab()
+        except Exception as error:  # the library raises plain Exception for what it cannot read
+            raise ConfigError(f"the tokenizer.json of the model at {model_path!r} cannot be read: {error}") from error
     else:
         from transformers import AutoTokenizer
 

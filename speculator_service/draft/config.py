@@ -6,8 +6,8 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from speculator_service.draft.checks import check_context_length, check_model_config, read_model_config
 from ssd_proto.errors import ConfigError
+from ssd_proto.model_checks import check_context_length, check_model_config, read_model_config
 
 MAX_ROWS = 8192
 """Rows of one step, that is ``max_slots * (1 + num_branches)``; each costs one row of SGLang's block table."""

@@ -32,7 +32,18 @@ class FakeRequest:
 
 @dataclass
 class FakeClient:
-    connection: Connection | None = None
+    """Hands over connections that the test makes."""
+
+    untaken: Connection | None = None
+    given_up: list[Connection] = field(default_factory=list)
+
+    def take(self) -> Connection | None:
+        connection, self.untaken = self.untaken, None
+        return connection
+
+    def give_up(self, connection: Connection) -> None:
+        connection.lost = True
+        self.given_up.append(connection)
 
 
 class Pair:
@@ -51,6 +62,7 @@ class Pair:
         )
         self.doorbell = Doorbell()
         self.speculators: list[ShmSpeculatorChannel] = []
+        self.connections: list[Connection] = []
 
     def connect(self, ring_bytes: int = 1 << 16) -> ShmSpeculatorChannel:
         incarnation = 100 + len(self.speculators)
@@ -58,15 +70,16 @@ class Pair:
         verifier = ShmVerifierChannel.attach(speculator.address, SHAPE, incarnation, self.doorbell.address)
         speculator.unlink()
         self.speculators.append(speculator)
-        self.client.connection = Connection(welcome=None, channel=verifier)  # type: ignore[arg-type]
+        self.connections.append(Connection(welcome=None, channel=verifier))  # type: ignore[arg-type]
+        self.client.untaken = self.connections[-1]
         return speculator
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def close(self) -> None:
-        if self.client.connection is not None:
-            self.client.connection.channel.close()
+        for connection in self.connections:
+            connection.channel.close()
         for speculator in self.speculators:
             speculator.close()
         self.doorbell.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sglang_ssd import client as client_module
-from sglang_ssd.client import SpeculatorClient, request_info
+from sglang_ssd.client import Connection, SpeculatorClient, request_info
 from ssd_proto import PROTOCOL_VERSION
 from ssd_proto.channels.shm import ShmSpeculatorChannel
 from ssd_proto.control import ControlServer
@@ -105,8 +105,20 @@ def client(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Speculato
     client = SpeculatorClient(endpoint, hello)
     yield client
     client.close()
-    if client.connection is not None:
-        client.connection.channel.close()
+
+
+def taken(client: SpeculatorClient) -> Connection:
+    """The next connection, as the scheduler takes it; the caller closes its channel."""
+    connection = None
+
+    def try_again() -> bool:
+        nonlocal connection
+        connection = client.take()
+        return connection is not None
+
+    assert eventually(try_again)
+    assert connection is not None
+    return connection
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
@@ -120,27 +132,50 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
 
 def test_attaches_keeps_alive_and_says_goodbye(service: ScriptedService, client: SpeculatorClient) -> None:
     client.start(5.0)
-    assert client.connection is not None
-    assert not client.connection.lost
+    connection = client.take()
+    assert connection is not None
+    assert client.take() is None
+    assert not connection.lost
     assert eventually(lambda: sum(isinstance(m, Ping) for m in service.received) > 2)
     client.close()
     assert eventually(lambda: isinstance(service.received[-1], Bye))
     assert isinstance(service.received[1], Attached)
-    assert client.connection.lost
+    assert connection.lost
+    connection.channel.close()
+
+
+def test_a_connection_that_nobody_takes_is_closed(service: ScriptedService, client: SpeculatorClient) -> None:
+    client.start(5.0)
+    client.close()
+    assert client.take() is None
+
+
+def test_a_connection_that_is_given_up_is_followed_by_another(
+    service: ScriptedService, client: SpeculatorClient
+) -> None:
+    client.start(5.0)
+    first = taken(client)
+    client.give_up(first)
+    second = taken(client)
+    assert first.lost
+    assert not second.lost
+    assert eventually(lambda: any(isinstance(m, Bye) for m in service.received))
+    for connection in (first, second):
+        connection.channel.close()
 
 
 def test_start_does_not_wait_for_longer_than_asked(client: SpeculatorClient) -> None:
     began = time.monotonic()
     client.start(0.2)
     assert time.monotonic() - began < 2.0
-    assert client.connection is None
+    assert client.take() is None
 
 
 def test_connects_to_a_service_that_comes_later(endpoint: str, client: SpeculatorClient) -> None:
     client.start(0.0)
     service = ScriptedService(endpoint)
     try:
-        assert eventually(lambda: client.connection is not None)
+        taken(client).channel.close()
     finally:
         client.close()
         service.close()
@@ -151,7 +186,7 @@ def test_a_refusal_is_logged_with_its_reason(
 ) -> None:
     service.refuses = "the verifier speculates 3 tokens and the service 4"
     client.start(5.0)
-    assert client.connection is None
+    assert client.take() is None
     assert "the verifier speculates 3 tokens and the service 4" in caplog.text
 
 
@@ -159,14 +194,13 @@ def test_a_service_that_does_not_know_the_verifier_any_more_is_joined_anew(
     service: ScriptedService, client: SpeculatorClient
 ) -> None:
     client.start(5.0)
-    first = client.connection
-    assert first is not None
+    first = taken(client)
     service.knows = False
     assert eventually(lambda: first.lost)
     service.knows = True
-    assert eventually(lambda: client.connection is not first)
-    assert eventually(lambda: client.connection is not None and not client.connection.lost)
-    first.channel.close()
+    second = taken(client)
+    for connection in (first, second):
+        connection.channel.close()
 
 
 def test_a_dead_service_is_noticed_and_its_successor_joined(
@@ -174,14 +208,13 @@ def test_a_dead_service_is_noticed_and_its_successor_joined(
 ) -> None:
     service = ScriptedService(endpoint)
     client.start(5.0)
-    first = client.connection
-    assert first is not None
+    first = taken(client)
     service.close()
     assert eventually(lambda: first.lost)
     assert "gone" in caplog.text
     successor = ScriptedService(endpoint)
     try:
-        assert eventually(lambda: client.connection is not first)
+        taken(client).channel.close()
     finally:
         client.close()
         successor.close()

@@ -1,4 +1,4 @@
-"""What can be said about a draft model from its ``config.json``, before SGLang is imported or a weight is read."""
+"""What can be said about a model from its ``config.json``, before SGLang is imported or a weight is read."""
 
 from __future__ import annotations
 
@@ -86,19 +86,19 @@ def read_model_config(model_path: str, revision: str | None = None) -> dict[str,
     if path.is_dir():
         file = path / "config.json"
         if not file.is_file():
-            raise ConfigError(f"The draft model directory {model_path!r} has no config.json; give a complete model.")
+            raise ConfigError(f"The model directory {model_path!r} has no config.json; give a complete model.")
         if not any(entry.suffix in _WEIGHT_SUFFIXES for entry in path.iterdir()):
-            raise ConfigError(f"The draft model directory {model_path!r} has no weights; give a complete model.")
+            raise ConfigError(f"The model directory {model_path!r} has no weights; give a complete model.")
     elif path.exists() or not _is_hub_name(model_path):
-        raise ConfigError(f"The draft model path {model_path!r} is not a directory; give one that holds a model.")
+        raise ConfigError(f"The model path {model_path!r} is not a directory; give one that holds a model.")
     else:
         file = _from_hub(model_path, revision)
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The draft model's config.json cannot be read ({error}); give a complete model.") from error
+        raise ConfigError(f"The model's config.json cannot be read ({error}); give a complete model.") from error
     if not isinstance(config, dict):
-        raise ConfigError("The draft model's config.json does not hold an object; give a complete model.")
+        raise ConfigError("The model's config.json does not hold an object; give a complete model.")
     return config
 
 
@@ -186,7 +186,7 @@ def _from_hub(model_path: str, revision: str | None) -> Path:
         return Path(hf_hub_download(model_path, "config.json", revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
-            f"The draft model {model_path!r} is neither a directory nor a model that the Hugging Face hub or its "
+            f"The model {model_path!r} is neither a directory nor a model that the Hugging Face hub or its "
             "local cache has; give the path of a model directory."
         ) from error
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from speculator_service.draft.checks import check_model_config, model_context_length, read_model_config
 from speculator_service.draft.config import DraftConfig
 from speculator_service.draft.sglang_arguments import graph_sizes, server_arguments
 from ssd_proto.errors import ConfigError
+from ssd_proto.model_checks import check_model_config, model_context_length, read_model_config
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 512}
 

@@ -64,7 +64,8 @@ class ServerPool:
     def plain(self) -> SGLangServer:
         """The server without speculation."""
         if self._plain is None:
-            self._plain = SGLangServer("plain", [], self.logs)
+            # Overlap scheduling would show penalties an output that lags one token behind.
+            self._plain = SGLangServer("plain", ["--disable-overlap-schedule"], self.logs)
         return self._plain
 
     def ssd(self, name: str) -> SSDServer:

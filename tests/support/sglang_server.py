@@ -47,7 +47,7 @@ def launch_command(*flags: str) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(TARGET)]
     command += ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "20000", "--random-seed", "1"]
     command += ["--chunked-prefill-size", str(CHUNK), "--chat-template", str(CHAT_TEMPLATE)]
-    command += ["--sleep-on-idle", "--skip-server-warmup", "--enable-metrics"]
+    command += ["--sleep-on-idle", "--skip-server-warmup", "--enable-metrics", "--enable-custom-logit-processor"]
     command += ["--constrained-json-disable-any-whitespace"]  # the tiny target would fill its answers with it
     return [*command, *flags]
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _RECEIVE_TIMEOUT_S = 0.1
 _ATTACH_TIMEOUT_S = 4.0
 """How long a handshake waits for the model thread to finish its step."""
+_STOPPED_S = 5.0
+"""A longer gap between two looks at the socket means that this process did not run (SIGSTOP, a suspended machine)."""
 _HEARTBEATS_PER_EXPIRY = 10
 _MAX_VERIFIERS = 64
 _MAX_SLOTS = 1 << 16
@@ -120,8 +122,12 @@ class ControlThread:
 
     def _run(self) -> None:
         try:
+            looked = self._clock()
             while not self._stop.is_set():
                 received = self._server.receive(_RECEIVE_TIMEOUT_S)
+                gap, looked = self._clock() - looked, self._clock()
+                if gap > _STOPPED_S:
+                    self._registry.forgive(gap)
                 if received is not None:
                     self._serve(*received)
                 for verifier in self._registry.take_expired(self._clock()):

@@ -98,6 +98,11 @@ class VerifierRegistry:
             self.remove(verifier.incarnation)
         return gone
 
+    def forgive(self, seconds: float) -> None:
+        """Do not count ``seconds`` in which nobody could be heard: the service itself was stopped or starved."""
+        for incarnation in self._last_heard:
+            self._last_heard[incarnation] += seconds
+
     def oldest_silence(self, now: float) -> float:
         """Seconds since the verifier that is silent for longest was heard; 0 without verifiers."""
         return max((now - heard for heard in list(self._last_heard.values())), default=0.0)

@@ -49,6 +49,14 @@ def test_silent_verifiers_expire_and_others_do_not() -> None:
     assert registry.oldest_silence(now=99.0) == 0.0
 
 
+def test_time_in_which_the_service_was_stopped_does_not_count() -> None:
+    registry = VerifierRegistry(expiry_s=10.0)
+    registry.add(verifier(1), now=0.0)
+    registry.forgive(600.0)
+    assert registry.take_expired(now=609.0) == []
+    assert len(registry.take_expired(now=611.0)) == 1
+
+
 class Status:
     healthy = True
 

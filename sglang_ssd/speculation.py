@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LEAST_PATIENCE_S = 0.001
+
 
 class Request(Protocol):
     """What is read of SGLang's ``Req``."""
@@ -60,6 +62,8 @@ class Speculation:
 
     A deadline that passes without any answer makes the speculator suspect: rounds do not wait for it any
     more until it shows a sign of life.  So a dead or stuck speculator costs one deadline, not one per round.
+    One that lives but is too slow loses half of the patience with every round that waited in vain, and wins it
+    back with rounds that were answered.
 
     Any failure of the channel has one cure: the connection is given up and made anew, whereupon the service
     forgets this verifier's sequences and they are opened again with all that is committed.
@@ -76,7 +80,7 @@ class Speculation:
         self._client = client
         self._sessions = sessions
         self._metrics = metrics
-        self._deadline_s = deadline_s
+        self._deadline_s = self._patience_s = deadline_s
         self._vocab_size = vocab_size
         self._connection: Connection | None = None
         self._suspect_since: float | None = None
@@ -203,19 +207,20 @@ class Speculation:
         try:
             found = channel.lookup(outcomes)
             if (found.depth < 0).any():
-                found = channel.wait(outcomes, found, self._patience(channel))
+                found = channel.wait(outcomes, found, self._patience_s if self._is_trusted(channel) else 0.0)
         except (ChannelClosed, ProtocolError) as error:
             self._give_up(error)
             return
         now = time.monotonic()
         is_silent = found.depth < 0
         self._suspect_since = now if is_silent.all() else None
+        patience = self._patience_s * (0.5 if is_silent.any() else 2.0)
+        self._patience_s = min(max(patience, _LEAST_PATIENCE_S), self._deadline_s)
         for target, value in zip(into, found, strict=True):
             target[rows] = value
         np.maximum(into.depth, 0, out=into.depth)
         self._metrics.round(into, now - started, bool(is_silent.any()))
 
-    def _patience(self, channel: VerifierChannel) -> float:
-        """Seconds to wait for missing speculations."""
-        is_trusted = self._suspect_since is None or channel.last_beat() > self._suspect_since
-        return self._deadline_s if is_trusted else 0.0
+    def _is_trusted(self, channel: VerifierChannel) -> bool:
+        """Whether an answer may be hoped for."""
+        return self._suspect_since is None or channel.last_beat() > self._suspect_since

@@ -43,6 +43,7 @@ _RETRY_S = 0.5
 _RETRY_AFTER_REFUSAL_S = 30.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _GOODBYE_S = 0.5
+_HEARTBEAT_S = 1.0
 _MISSED_HEARTBEATS = 3
 
 
@@ -155,7 +156,7 @@ class SpeculatorClient:
 
     def _heartbeat(self, control: ControlClient, connection: Connection, incarnation: int) -> bool:
         """Until the service is lost (False), or this end is given up or closed (True: say goodbye)."""
-        interval = connection.welcome.heartbeat_s
+        interval = min(connection.welcome.heartbeat_s, _HEARTBEAT_S)
         last_heard = time.monotonic()
         while not self._wake.wait(interval):
             try:

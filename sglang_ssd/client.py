@@ -32,6 +32,7 @@ from ssd_proto.messages import (
     Ping,
     Pong,
     Refusal,
+    ServiceMessage,
     Welcome,
 )
 from ssd_proto.sockets import reachable
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _RETRY_AFTER_REFUSAL_S = 30.0
+_PRESENCE_TIMEOUT_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _GOODBYE_S = 0.5
 _HEARTBEAT_S = 1.0
@@ -120,6 +122,8 @@ class SpeculatorClient:
             self._stop.wait(delay)
 
     def _connect(self, control: ControlClient) -> tuple[Connection, int]:
+        # A service that is not there, or loads its weights, is noticed without a hello that it would answer late.
+        _information(control.request(InfoRequest(PROTOCOL_VERSION), _PRESENCE_TIMEOUT_S))
         incarnation = new_incarnation()
         hello = self._hello(incarnation)
         answer = control.request(hello, _HANDSHAKE_TIMEOUT_S)
@@ -205,7 +209,10 @@ def say_hello(
 def request_info(endpoint: str, timeout_s: float) -> Info:
     """Ask a service what it serves. Raises `DeadlineExceeded` if nobody answers."""
     with ControlClient(endpoint) as control:
-        answer = control.request(InfoRequest(PROTOCOL_VERSION), timeout_s)
+        return _information(control.request(InfoRequest(PROTOCOL_VERSION), timeout_s))
+
+
+def _information(answer: ServiceMessage) -> Info:
     if isinstance(answer, Refusal):
         raise Refused(answer.reason)
     if not isinstance(answer, Info):

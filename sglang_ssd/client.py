@@ -46,7 +46,7 @@ _PRESENCE_TIMEOUT_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _GOODBYE_S = 0.5
 _HEARTBEAT_S = 1.0
-_MISSED_HEARTBEATS = 3
+_MISSED_HEARTBEATS = 5  # a service whose cores are all busy may be a few seconds late
 
 
 @dataclass(slots=True)

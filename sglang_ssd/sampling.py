@@ -117,17 +117,42 @@ def apply_penalties(
         outputs: [b] output tokens so far.
     """
     for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-        params = request.sampling_params
-        additive = bool(params.frequency_penalty or params.presence_penalty)
-        if additive or params.repetition_penalty != 1.0:
-            counts = _running_counts(output, drafts[row], logits.shape[-1])
-            if additive:
-                logits[row] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-            if params.repetition_penalty != 1.0:
-                apply_scaling_penalties(logits[row], torch.where(counts > 0, params.repetition_penalty, 1.0))
-        missing = params.min_new_tokens - len(output)
-        if missing > 0:
-            logits[row, :missing, _stop_tokens(request)] = float("-inf")
+        if _is_penalised(request):
+            additive, scaling = _penalties(request, output, drafts[row], logits.shape[-1])
+            logits[row] += additive
+            apply_scaling_penalties(logits[row], scaling)
+
+
+def restore_history(info: SamplingBatchInfo, requests: Sequence[Any]) -> None:
+    """Let the prefill of a retracted request sample with the penalties of its output, which SGLang has forgotten."""
+    for row, request in enumerate(requests):
+        output = request.output_ids
+        if len(output) and _is_penalised(request):
+            last = torch.tensor(output[-1:], device=info.device)
+            additive, scaling = _penalties(request, output, last, info.vocab_size)
+            if info.acc_additive_penalties is not None:
+                info.acc_additive_penalties[row] = additive[0]
+            if info.acc_scaling_penalties is not None:
+                info.acc_scaling_penalties[row] = scaling[0]
+
+
+def _is_penalised(request: Any) -> bool:
+    params = request.sampling_params
+    is_penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    return bool(is_penalised or params.min_new_tokens > 0)
+
+
+def _penalties(
+    request: Any, output: Sequence[int], drafts: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to, and then scales, the logits of every position of one request; [N, V] each."""
+    params = request.sampling_params
+    counts = _running_counts(output, drafts, vocab_size)
+    additive = -params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    missing = params.min_new_tokens - len(output)
+    if missing > 0:
+        additive[:missing, _stop_tokens(request)] = float("-inf")
+    return additive, torch.where(counts > 0, params.repetition_penalty, 1.0)
 
 
 def _running_counts(output: Sequence[int], drafts: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
@@ -43,6 +45,7 @@ class SSDWorker(BaseSpecWorker):
         self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
         self._speculation: Speculation | None = None  # rank 0 only
         sampling.install()
+        _widen_rows()
 
     # -- what SGLang asks of a speculative worker --------------------------------------------------
 
@@ -102,6 +105,8 @@ class SSDWorker(BaseSpecWorker):
         if self._speculation is not None:
             # Before the target's forward, so that both prefills overlap and the first round can hit.
             self._speculation.open(slots, batch.reqs)
+        if sampling.has_penalties(batch.sampling_info):
+            sampling.restore_history(batch.sampling_info, batch.reqs)
         result = self._target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids)
@@ -151,6 +156,17 @@ class SSDWorker(BaseSpecWorker):
         # Missing drafts travel as data, too: no rank ever waits for one that has none.
         drafts = self._tp_group.broadcast(staged, src=0) if self._tp_group.world_size > 1 else staged
         return drafts, outputs
+
+
+def _widen_rows() -> None:
+    """Make room in the rows of SGLang's pool for all that a round reserves beyond the context; to be called before it.
+
+    SGLang counts the tokens of one round there, but reserves those of two; from K = 8 on a request near the end of
+    the context would write past its row.
+    """
+    target = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+    HookRegistry.register(target, lambda original: max(original(), get_alloc_reserve_per_decode()), HookType.AROUND)
+    HookRegistry.apply_hooks()
 
 
 def _close_freed_slots(pool: Any, speculation: Speculation) -> None:

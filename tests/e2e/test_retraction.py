@@ -35,3 +35,11 @@ def test_retraction_with_grammar_logprobs_and_stops(ssd: SSDServer, oracle: Orac
     answers = oracle.assert_same(ssd, payloads)
     assert len(answers[1].meta["output_token_logprobs"]) == 40
     assert sum(answer.meta["num_retractions"] for answer in answers) >= 1
+
+
+def test_retraction_of_penalised_requests(ssd: SSDServer, oracle: Oracle, prompts: list[str]) -> None:
+    """What was put out before the retraction still counts, for the first token after it, too."""
+    sampling = [{"frequency_penalty": 0.6}, {"presence_penalty": 0.7, "repetition_penalty": 1.2}, {"min_new_tokens": 9}]
+    payloads = [greedy(prompt, 60, ignore_eos=True, **sampling[i % 3]) for i, prompt in enumerate(prompts[:6])]
+    answers = oracle.assert_same(ssd, payloads)
+    assert sum(answer.meta["num_retractions"] for answer in answers) >= 1

@@ -179,6 +179,7 @@ def run_ssd(arguments: argparse.Namespace, logs: Path, plain: list[Answer]) -> l
     environment = server_environment(arguments)
     speculation = ["--speculative-algorithm", "SSD", "--speculative-draft-model-path", arguments.draft_model_path]
     speculation += ["--speculative-num-steps", str(arguments.num_steps), "--speculative-ssd-endpoint", endpoint]
+    speculation += ["--speculative-ssd-config", '{"deadline_ms": 1000}']  # a laptop may be busy with other things
     with (
         running(
             "speculator service",

@@ -118,7 +118,8 @@ class EmbeddedService:
             process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        # A group of its own: Ctrl-C in the terminal is for the launcher, the child ends when the launcher does.
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
 
     def _keep_alive(self) -> None:
         attempts = 0
@@ -131,11 +132,10 @@ class EmbeddedService:
                 self._stopping.set()
                 return
             attempts = 0 if time.monotonic() - started > 60.0 else attempts + 1
-            delay = _RESTART_AFTER_S[min(attempts, len(_RESTART_AFTER_S) - 1)]
-            logger.warning("the embedded speculator ended with code %d; starting it again in %.0f s", code, delay)
-            self._stopping.wait(delay)
+            self._stopping.wait(_RESTART_AFTER_S[min(attempts, len(_RESTART_AFTER_S) - 1)])
             with self._lock:
                 if not self._stopping.is_set():
+                    logger.warning("the embedded speculator ended with code %d; starting it again", code)
                     self._process = self._start()
 
 

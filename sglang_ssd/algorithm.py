@@ -132,6 +132,11 @@ def _check_speculator(cfg: Any, config: VerifierConfig) -> int:
             f"the speculator at {config.endpoint} drafts {info.lookahead} tokens ahead: give "
             f"--speculative-num-steps {info.lookahead}, or start it with --lookahead {lookahead}"
         )
+    if info.num_kept != config.num_kept:
+        raise ConfigError(
+            f"the speculator at {config.endpoint} sends {info.num_kept} probabilities per token: set num_kept to "
+            f"{info.num_kept} in --speculative-ssd-config, or start it with --num-kept {config.num_kept}"
+        )
     reason = mismatch(_target_fingerprint(cfg), info.draft)
     if reason is not None:
         raise ConfigError(reason)
@@ -146,7 +151,8 @@ def _check_draft(cfg: Any, config: VerifierConfig) -> None:
             "SSD needs a speculator: give --speculative-draft-model-path for an embedded one, "
             "or --speculative-ssd-endpoint of a running service"
         )
-    _check_fan_out(config.service.get("fan_out", 0), cfg.speculative_num_steps or _DEFAULT_LOOKAHEAD)
+    for name in ("fan_out", "fan_out_after_miss"):
+        _check_fan_out(name, config.service.get(name), cfg.speculative_num_steps or _DEFAULT_LOOKAHEAD)
     revision = cfg.speculative_draft_model_revision
     device = str(config.service.get("device", cfg.device)).partition(":")[0]
     check_model_config(read_model_config(draft, revision), device=device)
@@ -155,12 +161,14 @@ def _check_draft(cfg: Any, config: VerifierConfig) -> None:
         raise ConfigError(reason)
 
 
-def _check_fan_out(fan_out: Any, lookahead: int) -> None:
+def _check_fan_out(name: str, fan_out: Any, lookahead: int) -> None:
+    if fan_out in (None, "auto"):
+        return
     counts = fan_out if isinstance(fan_out, list) else [fan_out] * (lookahead + 1)
     numbers = all(type(count) is int and count >= 0 for count in counts)
     if not numbers or len(counts) != lookahead + 1 or sum(counts) > MAX_OUTCOMES:
         raise ConfigError(
-            f"SSD config: fan_out must be a number or a list of {lookahead + 1} numbers (for k = 0..{lookahead}), "
+            f"SSD config: {name} must be auto, a number or a list of {lookahead + 1} numbers (for k = 0..{lookahead}), "
             f"{MAX_OUTCOMES} outcomes in all, got {fan_out!r}"
         )
 

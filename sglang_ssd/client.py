@@ -183,7 +183,12 @@ class SpeculatorClient:
 
 
 def say_hello(
-    target: ModelFingerprint, lookahead: int, max_slots: int, context_length: int, channels: Sequence[str]
+    target: ModelFingerprint,
+    lookahead: int,
+    max_slots: int,
+    context_length: int,
+    num_kept: int,
+    channels: Sequence[str],
 ) -> Callable[[int], Hello]:
     """Make the `Hello` of a verifier, given the incarnation of a connection."""
     host = host_identity()
@@ -200,6 +205,7 @@ def say_hello(
             lookahead=lookahead,
             max_slots=max_slots,
             context_length=context_length,
+            num_kept=num_kept,
             channels=list(channels),
         )
 
@@ -221,7 +227,9 @@ def _information(answer: ServiceMessage) -> Info:
 
 
 def _attach(welcome: Welcome, hello: Hello, endpoint: str) -> VerifierChannel:
-    shape = TableShape(hello.max_slots, welcome.num_outcomes, welcome.lookahead)
+    shape = TableShape(
+        hello.max_slots, welcome.num_outcomes, welcome.lookahead, welcome.num_kept, num_rows=welcome.max_sequences
+    )
     offer = welcome.channel
     if offer.kind == "shm":
         return ShmVerifierChannel.attach(offer.address, shape, hello.incarnation, offer.doorbell)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ssd_proto.channel import MAX_KEPT
 from ssd_proto.channels import CHANNEL_KINDS
 from ssd_proto.errors import ConfigError
 
@@ -18,17 +19,24 @@ CONFIG_VARIABLE = "SGLANG_SSD_CONFIG"
 
 SERVICE_OPTIONS = frozenset(
     {
+        "adapt_depth",
         "attention_backend",
+        "backup",
+        "branch_budget",
         "context_length",
         "device",
+        "downweight",
+        "draft_temperature",
         "dtype",
         "expiry_s",
         "fan_out",
+        "fan_out_after_miss",
         "http_host",
         "http_port",
         "log_level",
         "max_sequences",
         "max_total_tokens",
+        "num_kept",
         "prefill_chunk",
         "spin_us",
         "threads",
@@ -37,7 +45,16 @@ SERVICE_OPTIONS = frozenset(
 )
 """Flags of the speculator service that may be set for the embedded one (``service`` in the config)."""
 
-_IN_JSON = {tuple: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
+VERIFICATIONS = ("ratio", "shared_noise")
+
+_IN_JSON = {
+    tuple: "a list",
+    dict: "an object",
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,11 @@ class VerifierConfig:
     """How long the server's start waits for a service at ``endpoint`` before it goes on without."""
     channels: tuple[str, ...] = CHANNEL_KINDS
     """Acceptable data channels, best first."""
+    verification: str = "ratio"
+    """What decides about drafts of sampled requests: ``ratio`` of target and draft probabilities, or ``shared_noise``
+    (target and draft draw with the same noise; a draft is accepted if both drew the same token)."""
+    num_kept: int = 32
+    """m: probabilities that the speculator sends with every sampled token; must be the service's."""
     overlap_on_cpu: bool = False
     """Keep SGLang's overlap scheduling on a CPU (SGLang turns it off there for all speculation)."""
     service: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +85,10 @@ class VerifierConfig:
         _check_type("endpoint", self.endpoint, str, type(None))
         _check_type("channels", self.channels, tuple)
         _check_type("overlap_on_cpu", self.overlap_on_cpu, bool)
+        if self.verification not in VERIFICATIONS:
+            raise ConfigError(f"SSD config: verification must be one of {VERIFICATIONS}, got {self.verification!r}")
+        _check_type("num_kept", self.num_kept, int)
+        _check_range("num_kept", self.num_kept, 0, MAX_KEPT)
         _check_type("service", self.service, dict)
         if self.endpoint is not None and not self.endpoint.startswith(("tcp://", "ipc://")):
             raise ConfigError(
@@ -74,6 +100,8 @@ class VerifierConfig:
         unknown = sorted(set(self.service) - SERVICE_OPTIONS)
         if unknown:
             raise ConfigError(f"SSD config: unknown service options {unknown}; known are {sorted(SERVICE_OPTIONS)}")
+        if self.service.get("num_kept", self.num_kept) != self.num_kept:
+            raise ConfigError("SSD config: give num_kept beside 'service', not in it: server and service need the same")
         if self.endpoint is not None and self.service:
             raise ConfigError(
                 "SSD config: 'service' describes the embedded speculator; leave it out when an endpoint is given"

@@ -151,6 +151,7 @@ def _service_options(server_args: ServerArgs) -> list[str] | None:
         "model_path": server_args.speculative_draft_model_path,
         "revision": server_args.speculative_draft_model_revision,
         "lookahead": cfg.speculative_num_steps,
+        "num_kept": config.num_kept,
         "max_sequences": cfg.max_running_requests,
         "dtype": cfg.dtype,
         "device": _free_device(cfg),
@@ -164,10 +165,10 @@ def _service_options(server_args: ServerArgs) -> list[str] | None:
 
 def _flag(name: str, value: Any) -> list[str]:
     flag = "--" + name.replace("_", "-")
-    if value is None or value is False:
+    if value is None:
         return []
-    if value is True:
-        return [flag]
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag[2:]]
     return [flag, ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)]
 
 

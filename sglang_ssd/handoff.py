@@ -32,9 +32,12 @@ class Handoff:
 
     On a GPU the copies go to pinned memory behind the forward, and `finish` waits for an event; on a CPU
     nothing is copied or waited for.  Drafts go the other way through `stage`.
+
+    Args:
+        num_kept: words of q that come with each draft.
     """
 
-    def __init__(self, device: str, max_batch_size: int, lookahead: int) -> None:
+    def __init__(self, device: str, max_batch_size: int, lookahead: int, num_kept: int) -> None:
         self._device = device
         self._on_cpu = device == "cpu"
         self._pending: _Pending | None = None
@@ -43,7 +46,9 @@ class Handoff:
             # int32 as on the device: a copy that converts would not be asynchronous.
             self._host = torch.empty((2, max_batch_size), dtype=torch.int32, pin_memory=True)
             # Two staging buffers: with overlap scheduling the copy of the last round may still be queued.
-            self._staging = torch.empty((2, max_batch_size, lookahead), dtype=torch.int64, pin_memory=True)
+            shape = (2, max_batch_size, lookahead)
+            self._staging = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            self._staging_with_q = torch.empty((*shape, 1 + num_kept), dtype=torch.int64, pin_memory=True)
             self._turn = 0
 
     def begin_prefill(
@@ -79,6 +84,17 @@ class Handoff:
         staging = self._staging[self._turn, : len(drafts)]
         staging.numpy()[:] = drafts
         return staging.to(self._device, non_blocking=True)
+
+    def stage_with_q(self, drafts: NDArray[np.int32], q: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts as `stage` gives them, and words of q [b, K, m], by one copy."""
+        if self._on_cpu:
+            return self.stage(drafts), torch.from_numpy(q)
+        self._turn ^= 1
+        staging = self._staging_with_q[self._turn, : len(drafts)]
+        words = staging.numpy()
+        words[..., 0], words[..., 1:] = drafts, q
+        on_device = staging.to(self._device, non_blocking=True)
+        return on_device[..., 0].contiguous(), on_device[..., 1:]
 
     def _begin(self, pending: _Pending) -> None:
         assert self._pending is None, "the last outcome was not handed over"

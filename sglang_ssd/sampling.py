@@ -1,61 +1,96 @@
 """Verification that samples as plain decoding does, position by position.
 
 SGLang's own verification takes shortcuts: penalties are those of the round's first position, min-p and
-custom logit processors are left out.  Here the target's token is drawn at every verified position by
-SGLang's own sampler, from logits processed exactly as if the tokens before it had been decoded one by
-one.  A draft is accepted while it equals the drawn token, and the first drawn token that differs is the
-bonus token (the target-only rule, coupled with the draws): the text is that of plain decoding by
-construction, whatever the draft.
+custom logit processors are left out.  Here logits are processed at every verified position exactly as if
+the tokens before it had been decoded one by one.  What is accepted of the drafts is then decided
+
+* by the ratio rule, from the target's distribution and that which the drafts were sampled from (`rejection`);
+* for requests with a seed, by equality with the token that the seed's noise draws (`coupling`);
+* where SGLang's sampler has to draw by itself (deterministic inference, samplers of other plugins, greedy
+  batches), by equality with what it draws at every position.
+
+All three give the text the distribution of plain decoding, whatever the drafts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from sglang_ssd.coupling import CoupledRows, coupled_rows, draw_coupled
+from sglang_ssd.rejection import SparseProbs, Verified, verify_by_equality, verify_by_ratio
+from sglang_ssd.request_sampling import seed_of, stop_tokens
+from sglang_ssd.target_distribution import BACKENDS, filtered, tempered
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """As `eagle_sample` returns: predict [b * N], accept_lens [b] (bonus included), accept_index [b, N]; all int32."""
+
+
+class Basis(NamedTuple):
+    """What TP rank 0 alone knows of a round, and decides with for all ranks."""
+
+    outputs: Sequence[Sequence[int]] | None = None
+    """[b] output tokens of each request so far, the bonus token that the chain begins with included, where needed."""
+    q: SparseProbs | None = None
+    """What the drafts were sampled from; None where the rule does not ask."""
+    coupled: CoupledRows | None = None
+    """The requests whose draws are coupled; None if there are none."""
 
 
 @dataclasses.dataclass
 class ChainVerifyInput(EagleVerifyInput):
-    """A chain, with what its exact verification needs.
+    """A chain, with what its exact verification needs. ``sampler`` is SGLang's; ``basis`` is empty on other ranks.
 
-    ``sampler`` is SGLang's; ``outputs`` [b] are the output tokens of each request so far, the bonus token
-    that the chain begins with included, where they are needed and known (TP rank 0).
+    ``generator`` draws on rank 0 alone, so it is not SGLang's own, which must stay the same on all ranks.
     """
 
     sampler: Callable[..., torch.Tensor] | None = None
-    outputs: Sequence[Sequence[int]] | None = None
+    generator: torch.Generator | None = None
+    basis: Basis = dataclasses.field(default_factory=Basis)
 
 
 def install() -> None:
-    """Let SGLang's verification call `sample_chain` for our chains; to be called in the scheduler's process."""
+    """Let SGLang's verification and prefills call us; to be called in the scheduler's process."""
     HookRegistry.register("sglang.srt.speculative.eagle_utils.eagle_sample", sample_chain, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", draw_first, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 
+def knows_law(sampler: Any) -> bool:
+    """Whether the distribution that SGLang's ``sampler`` draws from can be computed here."""
+    options = get_exec()
+    if options.deterministic.enable_deterministic_inference:
+        return False  # SGLang draws with seeds of its own
+    return type(sampler) is Sampler and options.kernel.sampling_backend in BACKENDS
+
+
+def has_explicit_law(info: SamplingBatchInfo, sampler: Any) -> bool:
+    """Whether the target's distribution is computed for this batch; otherwise SGLang's sampler draws."""
+    return not info.is_all_greedy and knows_law(sampler)
+
+
 def sample_chain(
-    original: Callable[..., Verified],
+    original: Callable[..., Sampled],
     verify_input: Any,
     batch: ScheduleBatch,
     logits_output: LogitsProcessorOutput,
     grammar_mask: Any = None,
     **options: Any,
-) -> Verified:
+) -> Sampled:
     """Hook around ``eagle_sample``. Greedy rounds without penalties and processors are SGLang's own business."""
     info: SamplingBatchInfo = batch.sampling_info
     if not isinstance(verify_input, ChainVerifyInput) or batch.forward_mode.is_idle():
@@ -63,18 +98,45 @@ def sample_chain(
     is_plain = not (has_penalties(info) or info.has_custom_logit_processor)
     if info.is_all_greedy and is_plain:
         return original(verify_input, batch, logits_output, grammar_mask, **options)
-    width = verify_input.draft_token_num
-    drafts = verify_input.draft_token.view(-1, width)
+    drafts = verify_input.draft_token.view(-1, verify_input.draft_token_num)
     logits = logits_output.next_token_logits
-    # Other ranks draw, too, so that all take part in the same collectives; only rank 0's tokens count.
-    _process_logits(logits, info, drafts, batch.reqs, verify_input.outputs, grammar_mask)
-    drawn = _draw(logits, info, verify_input)
-    verified = _accept(drawn, drafts, _rows_with_processor(info))
+    _process_logits(logits, info, drafts, batch.reqs, verify_input.basis.outputs, grammar_mask)
     group = get_parallel().tp_group
+    if not has_explicit_law(info, verify_input.sampler):
+        # All ranks draw, so that they take part in the same collectives; only rank 0's tokens count.
+        drawn = _draw(logits, info, verify_input)
+        sampled = _as_sampled(verify_by_equality(drawn, drafts[:, 1:], _num_offered(info, drafts[:, 1:])))
+    elif group.rank_in_group == 0:
+        sampled = _as_sampled(_verify(logits, info, verify_input))
+    else:
+        sampled = _as_sampled(Verified(torch.zeros_like(drafts[:, 0]), torch.zeros_like(drafts)))
     if group.world_size > 1:
-        for tensor in verified:
+        for tensor in sampled:
             group.broadcast(tensor, src=0)
-    return verified
+    return sampled
+
+
+def seed_first_tokens(info: SamplingBatchInfo, requests: Sequence[Any], sampler: Any) -> None:
+    """Before a prefill: let `draw_first` know the requests with seeds. On every rank, since each draws by itself."""
+    info.ssd_coupled = coupled_rows(requests, seed_of, info.device) if has_explicit_law(info, sampler) else None
+
+
+def draw_first(
+    original: Callable[..., Any],
+    sampler: Sampler,
+    probs: torch.Tensor,
+    info: SamplingBatchInfo,
+    positions: torch.Tensor,
+    is_simple: bool,
+) -> Any:
+    """Hook around ``Sampler._sample_from_probs``: the first token of a request with a seed is drawn as the others."""
+    tokens, mask = original(sampler, probs, info, positions, is_simple)
+    coupled: CoupledRows | None = getattr(info, "ssd_coupled", None)
+    if coupled is not None:
+        drawn = draw_coupled(probs.unsqueeze(1), coupled, positions + 1, info)
+        tokens = tokens.index_copy(0, coupled.rows, drawn.squeeze(1).to(tokens.dtype))
+        mask = None if mask is None else mask._replace(selected_weight=None)  # it was that of another token
+    return tokens, mask
 
 
 def has_penalties(info: SamplingBatchInfo) -> bool:
@@ -92,6 +154,7 @@ def _process_logits(
 ) -> None:
     """Turn raw logits [b * N, V] into those that plain decoding samples from, in place and in its order."""
     width = drafts.shape[1]
+    sanitize_nan_logits(logits, "verify: target model logits")
     if outputs is not None:
         apply_penalties(logits.view(*drafts.shape, -1), drafts, requests, outputs)
     if grammar_mask is not None:
@@ -151,7 +214,7 @@ def _penalties(
     additive = -params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     missing = params.min_new_tokens - len(output)
     if missing > 0:
-        additive[:missing, _stop_tokens(request)] = float("-inf")
+        additive[:missing, stop_tokens(request)] = float("-inf")
     return additive, torch.where(counts > 0, params.repetition_penalty, 1.0)
 
 
@@ -165,12 +228,29 @@ def _running_counts(output: Sequence[int], drafts: torch.Tensor, vocab_size: int
     return counts.cumsum_(0)
 
 
-def _stop_tokens(request: Any) -> list[int]:
-    """Tokens that may not be drawn before ``min_new_tokens``, as SGLang's own penalty lists them."""
-    tokenizer = request.tokenizer
-    stops = {*(request.sampling_params.stop_token_ids or ()), *(request.eos_token_ids or ())}
-    stops |= {*(tokenizer.additional_stop_token_ids or ()), tokenizer.eos_token_id}
-    return sorted(stop for stop in stops if stop is not None)
+def _verify(logits: torch.Tensor, info: SamplingBatchInfo, verify_input: ChainVerifyInput) -> Verified:
+    """The outcome of every row, by the rule that it obeys; leaves ``logits`` as they are."""
+    width = verify_input.draft_token_num
+    drafts = verify_input.draft_token.view(-1, width)[:, 1:]
+    _, q, coupled = verify_input.basis
+    num_offered = _num_offered(info, drafts)
+    probs = tempered(logits, info.temperatures)
+    verified = None
+    if coupled is None or len(coupled.rows) < len(drafts):
+        assert q is not None
+        p = filtered(probs, info, get_exec().kernel.sampling_backend)
+        verified = verify_by_ratio(p, drafts, q, num_offered, verify_input.generator)
+    if coupled is not None:
+        positions = verify_input.positions.view(-1, width) + 1
+        drawn = draw_coupled(probs, coupled, positions, info)
+        offered = None if num_offered is None else num_offered[coupled.rows]
+        by_seed = verify_by_equality(drawn, drafts[coupled.rows], offered)
+        if verified is None:
+            return by_seed
+        for values, own in zip(verified, by_seed, strict=True):
+            values.index_copy_(0, coupled.rows, own)
+    assert verified is not None
+    return verified
 
 
 def _draw(logits: torch.Tensor, info: SamplingBatchInfo, verify_input: ChainVerifyInput) -> torch.Tensor:
@@ -212,19 +292,20 @@ def _per_position(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
     )
 
 
-def _rows_with_processor(info: SamplingBatchInfo) -> list[int]:
-    entries = (info.custom_logit_processor or {}).values() if info.has_custom_logit_processor else ()
-    return [row for entry in entries for row in entry.rows]
+def _num_offered(info: SamplingBatchInfo, drafts: torch.Tensor) -> torch.Tensor | None:
+    """[b] int64 drafts that may be accepted: none where a processor made only the first logits right. None: all."""
+    if not info.has_custom_logit_processor:
+        return None
+    offered = torch.full_like(drafts[:, 0], drafts.shape[1])
+    for entry in (info.custom_logit_processor or {}).values():
+        offered.index_fill_(0, entry.indices, 0)
+    return offered
 
 
-def _accept(drawn: torch.Tensor, drafts: torch.Tensor, single: list[int]) -> Verified:
-    """Accept drafts while they equal the drawn tokens; rows ``single`` take the first drawn token only."""
-    batch_size, width = drafts.shape
-    equal = drafts[:, 1:] == drawn[:, :-1]
-    if single:
-        equal[single] = False
-    num_accepted = equal.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
-    steps = torch.arange(width, device=drafts.device)
-    index = torch.arange(batch_size * width, dtype=torch.int32, device=drafts.device).view(batch_size, width)
-    accept_index = torch.where(steps <= num_accepted[:, None], index, -1)
-    return drawn.flatten().to(torch.int32), num_accepted + 1, accept_index
+def _as_sampled(verified: Verified) -> Sampled:
+    num_accepted, tokens = verified
+    batch_size, width = tokens.shape
+    index = torch.arange(batch_size * width, dtype=torch.int32, device=tokens.device).view(batch_size, width)
+    is_emitted = torch.arange(width, device=tokens.device) <= num_accepted.unsqueeze(-1)
+    accept_index = torch.where(is_emitted, index, -1)
+    return tokens.flatten().to(torch.int32), (num_accepted + 1).to(torch.int32), accept_index

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssd_proto.channel import VerifierChannel
-from ssd_proto.records import ProposalKind, outcome_dtype
+from ssd_proto.records import ProposalKind, Sampling, outcome_dtype
 
 
 class Sessions:
@@ -45,7 +45,7 @@ class Sessions:
             self.is_open[slot] = False
         return is_new
 
-    def open(self, channel: VerifierChannel, slot: int, tokens: NDArray[np.int32]) -> None:
+    def open(self, channel: VerifierChannel, slot: int, tokens: NDArray[np.int32], sampling: Sampling) -> None:
         """Open ``slot`` with the committed ``tokens``; the next outcome of the slot is its round 0.
 
         Errors are those of the channel; the slot is closed then.
@@ -55,7 +55,7 @@ class Sessions:
         record = self._records[slot]
         record["generation"] = self._generation
         record["round"] = -1
-        channel.open_sequence(slot, self._generation, tokens)
+        channel.open_sequence(slot, self._generation, tokens, sampling)
         self.is_open[slot] = True
 
     def close(self, channel: VerifierChannel | None, slots: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +12,14 @@ from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_ssd.sampling import ChainVerifyInput
+from sglang_ssd.sampling import Basis, ChainVerifyInput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+_GENERATOR_SALT = 0x5D5D
 
 
 class SSDDraftInput(SpecInput):
@@ -59,6 +61,8 @@ class ChainBuilder:
     def __init__(self, lookahead: int, max_batch_size: int, device: str, target_worker: TpModelWorker) -> None:
         self._lookahead = lookahead
         self._sampler = target_worker.model_runner.sampler
+        self._generator = torch.Generator(device)
+        self._generator.manual_seed(torch.initial_seed() ^ _GENERATOR_SALT)  # other numbers than SGLang's own generator
         self._device = device
         self._target_worker = target_worker
         width = lookahead + 1
@@ -75,16 +79,13 @@ class ChainBuilder:
         batch: ScheduleBatch,
         bonus: torch.Tensor,
         drafts: torch.Tensor,
-        outputs: Sequence[Sequence[int]] | None,
+        basis: Basis,
     ) -> ChainVerifyInput:
-        """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation.
-
-        ``outputs`` [b]: output tokens of the requests, bonus tokens included, if their sampling depends on them.
-        """
+        """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation."""
         build = self._build_on_cpu if self._device == "cpu" else self._build_on_gpu
         tree = build(batch, bonus, drafts)
         parts = {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree)}
-        return ChainVerifyInput(**parts, sampler=self._sampler, outputs=outputs)
+        return ChainVerifyInput(**parts, sampler=self._sampler, generator=self._generator, basis=basis)
 
     def _build_on_gpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
         batch_size = drafts.shape[0]

@@ -1,7 +1,7 @@
 """The verifier's half of a round: post outcomes, look speculations up, wait for missing ones, degrade.
 
 `Speculation` exists on TP rank 0 only.  It deals in slots and token ids; of SGLang's requests it reads
-``rid``, ``origin_input_ids`` and ``output_ids``.
+``rid``, ``origin_input_ids`` and ``output_ids``, and `RequestSampling` reads the rest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from sglang_ssd.client import Connection, SpeculatorClient, say_hello
 from sglang_ssd.flags import verifier_config
 from sglang_ssd.metrics import VerifierMetrics
+from sglang_ssd.request_sampling import RequestSampling
 from sglang_ssd.sessions import Sessions
 from ssd_proto.channel import VerifierChannel
 from ssd_proto.errors import ChannelClosed, ChannelFull, ProtocolError
 from ssd_proto.fingerprint import fingerprint
-from ssd_proto.records import Proposals
+from ssd_proto.records import Proposals, pack_probs, unpack_probs
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -43,18 +44,24 @@ class Request(Protocol):
 
 
 def connect(
-    server_args: ServerArgs, lookahead: int, max_slots: int, context_length: int, vocab_size: int
+    server_args: ServerArgs, lookahead: int, max_slots: int, context_length: int, vocab_size: int, knows_law: bool
 ) -> Speculation:
-    """Start the connection to the speculator that the server's options name; waits a little for it."""
+    """Start the connection to the speculator that the server's options name; waits a little for it.
+
+    ``knows_law``: see `RequestSampling`.
+    """
     config = verifier_config(server_args)
     assert config.endpoint is not None, "the launcher starts an embedded service when none is given"
     metrics = VerifierMetrics()
     target = fingerprint(server_args.model_path, server_args.revision, server_args.trust_remote_code)
-    hello = say_hello(target, lookahead, max_slots, context_length, config.channels)
+    hello = say_hello(target, lookahead, max_slots, context_length, config.num_kept, config.channels)
     client = SpeculatorClient(config.endpoint, hello, metrics.attached)
     atexit.register(client.close)
     client.start(config.connect_timeout_s)
-    return Speculation(client, Sessions(max_slots, lookahead), metrics, config.deadline_ms / 1000, vocab_size)
+    shares_noise = config.verification == "shared_noise"
+    sampling = RequestSampling(shares_noise, config.num_kept, knows_law)
+    sessions = Sessions(max_slots, lookahead)
+    return Speculation(client, sessions, metrics, sampling, config.deadline_ms / 1000, vocab_size, config.num_kept)
 
 
 class Speculation:
@@ -74,14 +81,18 @@ class Speculation:
         client: SpeculatorClient,
         sessions: Sessions,
         metrics: VerifierMetrics,
+        sampling: RequestSampling,
         deadline_s: float,
         vocab_size: int,
+        num_kept: int,
     ) -> None:
+        self.sampling = sampling
         self._client = client
         self._sessions = sessions
         self._metrics = metrics
         self._deadline_s = self._patience_s = deadline_s
         self._vocab_size = vocab_size
+        self._num_kept = num_kept
         self._connection: Connection | None = None
         self._suspect_since: float | None = None
 
@@ -92,7 +103,7 @@ class Speculation:
         self._refresh()
         for slot, request in zip(slots.tolist(), requests, strict=True):
             if self._sessions.track(slot, request.rid):
-                self._open(slot, [*request.origin_input_ids, *request.output_ids])
+                self._open(slot, request, [*request.origin_input_ids, *request.output_ids])
 
     def close(self, slots: Sequence[int]) -> None:
         """The requests of ``slots`` are gone. Slots that were never opened are ignored."""
@@ -121,10 +132,13 @@ class Speculation:
             for slot, request in zip(slots.tolist(), requests, strict=True)
         ]
 
-    def speculate(self, slots: NDArray[np.int64], requests: Sequence[Request]) -> NDArray[np.int32]:
+    def speculate(
+        self, slots: NDArray[np.int64], requests: Sequence[Request]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Drafts [b, K] to verify next; where there are fewer, the rest is padding.
 
-        Waits for missing rows at most until the deadline, and not at all for a suspect speculator.
+        And the words of q [b, K, m] that they were sampled from (`ssd_proto.records.pack_probs`): 0 where they were
+        not. Waits for missing rows at most until the deadline, and not at all for a suspect speculator.
         """
         sessions = self._sessions
         if self._refresh():
@@ -133,6 +147,7 @@ class Speculation:
             np.zeros(len(slots), np.int32),
             np.zeros((len(slots), sessions.lookahead), np.int32),
             np.zeros(len(slots), np.int32),
+            np.zeros((len(slots), sessions.lookahead, self._num_kept), np.int64),
         )
         rows = np.flatnonzero(sessions.is_open[slots])
         if self._channel is not None and len(rows):
@@ -145,7 +160,8 @@ class Speculation:
         is_padding |= proposals.tokens >= self._vocab_size
         drafts = np.where(is_padding, sessions.outcomes(slots)["bonus"][:, None], proposals.tokens)
         sessions.proposed(slots, drafts, proposals.depth, proposals.kind)
-        return drafts
+        proposals.q[is_padding] = 0
+        return drafts, proposals.q
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -179,8 +195,9 @@ class Speculation:
         self._client.give_up(self._connection)
         self._refresh()
 
-    def _open(self, slot: int, tokens: Sequence[int]) -> None:
-        self._tell(lambda channel: self._sessions.open(channel, slot, np.asarray(tokens, np.int32)))
+    def _open(self, slot: int, request: Request, tokens: Sequence[int]) -> None:
+        sampling = self.sampling.sampling(request)
+        self._tell(lambda channel: self._sessions.open(channel, slot, np.asarray(tokens, np.int32), sampling))
 
     def _post(self, slots: NDArray[np.int64]) -> None:
         self._tell(lambda channel: self._sessions.post(channel, slots))
@@ -192,7 +209,7 @@ class Speculation:
             slot, request = int(slots[row]), requests[row]
             known = [*request.origin_input_ids, *request.output_ids]
             committed = known + self._sessions.uncommitted_tail(slot, len(known))
-            self._open(slot, committed[:-1])
+            self._open(slot, request, committed[:-1])
             last = np.array([slot]), np.array([len(committed) - 1]), np.array(committed[-1:])
             self._sessions.first_tokens(*last)
         if len(closed):
@@ -216,11 +233,24 @@ class Speculation:
         self._suspect_since = now if is_silent.all() else None
         patience = self._patience_s * (0.5 if is_silent.any() else 2.0)
         self._patience_s = min(max(patience, _LEAST_PATIENCE_S), self._deadline_s)
-        for target, value in zip(into, found, strict=True):
-            target[rows] = value
-        np.maximum(into.depth, 0, out=into.depth)
+        into.depth[rows], into.tokens[rows], into.kind[rows] = np.maximum(found.depth, 0), found.tokens, found.kind
+        into.q[rows] = within_vocabulary(found.q, self._vocab_size)
         self._metrics.round(into, now - started, bool(is_silent.any()))
 
     def _is_trusted(self, channel: VerifierChannel) -> bool:
         """Whether an answer may be hoped for."""
         return self._suspect_since is None or channel.last_beat() > self._suspect_since
+
+
+def within_vocabulary(q: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    """Words [b, K, m] of q without the tokens that the target lacks, renormalised.
+
+    Given that the draft is a token of the target, this is what it was sampled from.
+    """
+    is_outside = (q & 0xFFFF_FFFF) >= vocab_size
+    if not is_outside.any():
+        return q
+    ids, probs = unpack_probs(q)
+    ids, probs = np.where(is_outside, 0, ids), np.where(is_outside, 0, probs)
+    total = probs.sum(-1, keepdims=True)
+    return pack_probs(ids, np.divide(probs, total, out=np.zeros_like(probs), where=total > 0))

@@ -19,7 +19,10 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_utils import get_plan_stream
 
 from sglang_ssd import sampling
+from sglang_ssd.coupling import coupled_rows
+from sglang_ssd.flags import verifier_config
 from sglang_ssd.handoff import Handoff
+from sglang_ssd.rejection import unpack
 from sglang_ssd.spec_input import ChainBuilder, SSDDraftInput
 from sglang_ssd.speculation import Speculation, connect
 
@@ -61,11 +64,13 @@ class SSDWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         max_slots = req_to_token_pool.req_to_token.shape[0]
         self._chains = ChainBuilder(self._lookahead, max_slots, self._device, self._target_worker)
-        self._handoff = Handoff(self._device, max_slots, self._lookahead)
+        num_kept = verifier_config(self._server_args).num_kept
+        self._handoff = Handoff(self._device, max_slots, self._lookahead, num_kept)
         if self._tp_group.rank_in_group == 0:
-            model = self._target_worker.model_runner.model_config
+            runner = self._target_worker.model_runner
+            model, knows_law = runner.model_config, sampling.knows_law(runner.sampler)
             self._speculation = connect(
-                self._server_args, self._lookahead, max_slots, model.context_len, model.vocab_size
+                self._server_args, self._lookahead, max_slots, model.context_len, model.vocab_size, knows_law
             )
             _close_freed_slots(req_to_token_pool, self._speculation)
 
@@ -107,6 +112,7 @@ class SSDWorker(BaseSpecWorker):
             self._speculation.open(slots, batch.reqs)
         if sampling.has_penalties(batch.sampling_info):
             sampling.restore_history(batch.sampling_info, batch.reqs)
+        sampling.seed_first_tokens(batch.sampling_info, batch.reqs, self._target_worker.model_runner.sampler)
         result = self._target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids)
@@ -118,8 +124,8 @@ class SSDWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: ScheduleBatch, grammar_barrier: Any) -> GenerationBatchResult:
-        drafts, outputs = self._drafts(batch)
-        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, outputs)
+        drafts, basis = self._drafts(batch)
+        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, basis)
         result = run_eagle_verify(
             batch,
             target_worker=self._target_worker,
@@ -140,22 +146,29 @@ class SSDWorker(BaseSpecWorker):
             self._handoff.begin_round(result.accept_lens, bonus, batch.req_pool_indices_cpu.numpy())
         return result
 
-    def _drafts(self, batch: ScheduleBatch) -> tuple[torch.Tensor, list[list[int]] | None]:
-        """Drafts of the round, [b, K] int64 on the target's device, the same on every rank.
-
-        On rank 0 also what the requests have put out so far, if the sampling of any depends on it.
-        """
-        outputs = None
+    def _drafts(self, batch: ScheduleBatch) -> tuple[torch.Tensor, sampling.Basis]:
+        """Drafts of the round, [b, K] int64 on the target's device, the same on every rank; the basis on rank 0."""
         if self._speculation is not None:
-            slots = batch.req_pool_indices_cpu.numpy()
-            if sampling.has_penalties(batch.sampling_info):
-                outputs = self._speculation.outputs(slots, batch.reqs)
-            staged = self._handoff.stage(self._speculation.speculate(slots, batch.reqs))
+            drafts, basis = self._speculate(self._speculation, batch)
         else:
-            staged = torch.empty((len(batch.reqs), self._lookahead), dtype=torch.int64, device=self._device)
+            drafts = torch.empty((len(batch.reqs), self._lookahead), dtype=torch.int64, device=self._device)
+            basis = sampling.Basis()
         # Missing drafts travel as data, too: no rank ever waits for one that has none.
-        drafts = self._tp_group.broadcast(staged, src=0) if self._tp_group.world_size > 1 else staged
-        return drafts, outputs
+        if self._tp_group.world_size > 1:
+            drafts = self._tp_group.broadcast(drafts, src=0)
+        return drafts, basis
+
+    def _speculate(self, speculation: Speculation, batch: ScheduleBatch) -> tuple[torch.Tensor, sampling.Basis]:
+        slots = batch.req_pool_indices_cpu.numpy()
+        outputs = None
+        if sampling.has_penalties(batch.sampling_info):
+            outputs = speculation.outputs(slots, batch.reqs)
+        drafts, q = speculation.speculate(slots, batch.reqs)
+        if not sampling.has_explicit_law(batch.sampling_info, self._target_worker.model_runner.sampler):
+            return self._handoff.stage(drafts), sampling.Basis(outputs)
+        staged, words = self._handoff.stage_with_q(drafts, q)
+        coupled = coupled_rows(batch.reqs, speculation.sampling.coupled_seed, self._device)
+        return staged, sampling.Basis(outputs, unpack(words), coupled)
 
 
 def _widen_rows() -> None:

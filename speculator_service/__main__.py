@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         options: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": _help(item)}
         kind = str(item.type)
         if kind == "bool":
-            options["action"] = "store_true"
+            options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"], options["metavar"] = _converter(item.name, kind)
         parser.add_argument("--" + item.name.replace("_", "-"), **options)
@@ -92,11 +92,11 @@ def _help(item: Any) -> str:
 
 
 def _converter(name: str, kind: str) -> tuple[Callable[[str], Any], str]:
-    if name == "fan_out":
-        return str, "F"
+    if "str" in kind.split(" | "):  # parsed with the file's values
+        return str, {"fan_out": "F", "fan_out_after_miss": "F", "downweight": "C"}.get(name, name.upper())
     if kind.startswith("int"):
         return int, "N"
-    return (float, "SECONDS") if kind == "float" else (str, name.upper())
+    return float, "SECONDS" if name.endswith("_s") else "X"
 
 
 def _reserve_stdout(announce: bool) -> Callable[[str, str | None], None]:

@@ -9,6 +9,7 @@ from speculator_service.draft.base import DraftModel
 from speculator_service.phase import Phase
 from speculator_service.rows import Rows
 from speculator_service.sessions import NO_ROW, Verifier, WaitingSequence
+from ssd_proto.records import Sampling
 
 _RESERVE_AHEAD = 128
 """Trunk positions asked for at a time, so that most rounds ask for none."""
@@ -21,6 +22,7 @@ class Admission:
         self._engine, self._rows = engine, rows
         self._queue: dict[tuple[int, int], Verifier] = {}  # (verifier number, slot) in order of arrival
         self._room_changed = False
+        self._sampling: dict[int, Sampling] = {}  # by row, as it was asked for
 
     @property
     def num_waiting(self) -> int:
@@ -83,7 +85,9 @@ class Admission:
         """Take its row from a sequence, which waits for another one."""
         state, slot = self._rows, int(self._rows.slot[row])
         text = state.text[row, : state.committed[row]].copy()
-        sequence = WaitingSequence(int(state.generation[row]), int(state.round[row]), text)
+        generation, round_ = int(state.generation[row]), int(state.round[row])
+        sampling, downweight = self._sampling[row], float(state.downweight[row])
+        sequence = WaitingSequence(generation, round_, text, sampling, downweight)
         self.lose(verifier, np.array([slot]))
         verifier.waiting[slot] = sequence
         self._queue[verifier.number, slot] = verifier
@@ -96,7 +100,9 @@ class Admission:
         if not self._engine.reserve(row, span):
             return False
         self._rows.occupy(row, verifier.number, slot, sequence.generation, sequence.round, sequence.tokens)
+        self._rows.sample_like(row, sequence.sampling, sequence.downweight)
         self._rows.reserved[row] = span
+        self._sampling[row] = sequence.sampling
         verifier.row[slot] = row
         return True
 

@@ -6,19 +6,20 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from speculator_service.draft.config import MAX_ROWS, DraftConfig
-from speculator_service.saguaro.fan_out import DEFAULT_FAN_OUT, FanOut
-from ssd_proto.channel import MAX_LOOKAHEAD
+from speculator_service.planner_settings import AUTO, DEFAULT_FAN_OUT, FanOutOption, PlannerSettings
+from ssd_proto.channel import MAX_KEPT, MAX_LOOKAHEAD, MAX_OUTCOMES
 from ssd_proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 NO_HTTP = -1
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.05, 20.0
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -52,11 +53,39 @@ class SpeculatorConfig:
     lookahead: int = _option(
         4, f"K: tokens per speculation, 1 to {MAX_LOOKAHEAD}; must be the verifier's --speculative-num-steps"
     )
-    fan_out: int | tuple[int, ...] = _option(
+    fan_out: int | tuple[int, ...] | str = _option(
         DEFAULT_FAN_OUT,
         "bonus tokens prepared for each number k of accepted tokens: one number, or K + 1 numbers for k = 0..K "
-        "separated by commas; 0 prepares nothing and only answers just in time",
+        f"separated by commas, or {AUTO}: those that hit most often, as measured; 0 prepares nothing and only "
+        "answers just in time",
     )
+    fan_out_after_miss: int | tuple[int, ...] | str | None = _option(
+        None, "the same for the round after a miss; default: as fan_out"
+    )
+    branch_budget: int | None = _option(
+        None,
+        f"outcomes prepared per sequence in all if a fan-out is {AUTO}, 0 to {MAX_OUTCOMES}; default: "
+        f"{DEFAULT_FAN_OUT} (K + 1)",
+    )
+    backup: str = _option(
+        AUTO,
+        "what answers a miss: primary (the draft model, just in time), suffix (what followed the last tokens before), "
+        f"empty (nothing), or {AUTO}: the fastest for the batch size, as measured",
+    )
+    num_kept: int = _option(
+        32,
+        "m: most likely tokens of the draft that are sampled from and sent with their probabilities, at temperatures "
+        f"above 0; 0 to {MAX_KEPT}, 0: drafts are always greedy",
+    )
+    downweight: float | str = _option(
+        1.0,
+        "Saguaro's C: factor on the draft's probability of the tokens that are prepared, 0 to 1; lower ones hit more "
+        f"often and are accepted less often; 1: none, {AUTO}: by experiment",
+    )
+    draft_temperature: float = _option(
+        1.0, f"factor on the request's temperature for sampled drafts, {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE:g}"
+    )
+    adapt_depth: bool = _option(True, "draft fewer than K tokens where the measured times say that more are too slow")
     max_sequences: int = _option(32, "sequences served at once; others get no speculation until there is room")
     context_length: int | None = _option(None, "longest sequence speculated for, in tokens; default: the model's own")
     max_total_tokens: int | None = _option(None, "KV cells in all; default: enough for max_sequences of 4096 tokens")
@@ -85,12 +114,20 @@ class SpeculatorConfig:
         for name, endpoint in (("endpoint", self.endpoint), ("data_endpoint", self.data_endpoint)):
             if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
                 raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}.")
-        FanOut.parse(self.fan_out, self.lookahead)
+        _check_range("num_kept", self.num_kept, 0, MAX_KEPT)
+        _check_range("draft_temperature", self.draft_temperature, _LEAST_TEMPERATURE, _MOST_TEMPERATURE)
+        self.planner_settings().num_outcomes(self.lookahead)
 
-    @property
-    def layout(self) -> FanOut:
-        """The fan-out list with its table columns."""
-        return FanOut.parse(self.fan_out, self.lookahead)
+    def planner_settings(self) -> PlannerSettings:
+        """What of this is about planning."""
+        return PlannerSettings(
+            fan_out=self.fan_out,
+            fan_out_after_miss=self.fan_out_after_miss,
+            branch_budget=self.branch_budget,
+            backup=self.backup,
+            downweight=self.downweight,
+            adapt_depth=self.adapt_depth,
+        )
 
     def draft_config(self) -> DraftConfig:
         """What the draft engine is to be. Serves fewer sequences than asked for if its steps would get too large.
@@ -98,7 +135,7 @@ class SpeculatorConfig:
         Raises:
             ConfigError: see `DraftConfig.resolved`.
         """
-        num_branches = self.layout.num_outcomes
+        num_branches = self.planner_settings().num_outcomes(self.lookahead)
         max_slots = min(self.max_sequences, MAX_ROWS // (1 + num_branches))
         if max_slots < self.max_sequences:
             logger.warning("serving %d sequences at once: more do not fit into one step; lower fan_out", max_slots)
@@ -160,21 +197,38 @@ def read_file(path: str) -> dict[str, Any]:
     return values
 
 
-def parse_fan_out(text: str) -> int | tuple[int, ...]:
-    """``3`` or ``5,3,2,2,6``.  Raises `ConfigError` on anything else."""
+def parse_fan_out(name: str, text: str) -> FanOutOption:
+    """``3`` or ``5,3,2,2,6`` or ``auto``.  Raises `ConfigError` on anything else."""
+    if text == AUTO:
+        return text
     try:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
-        raise ConfigError(f"fan_out must be a number or numbers separated by commas, got {text!r}.") from None
+        raise ConfigError(f"{name} must be {AUTO}, a number, or numbers separated by commas, got {text!r}.") from None
     return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
+def parse_downweight(name: str, text: str) -> float | str:
+    """A number or ``auto``.  Raises `ConfigError` on anything else."""
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be {AUTO} or a number from 0 to 1, got {text!r}.") from None
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "fan_out": parse_fan_out,
+    "fan_out_after_miss": parse_fan_out,
+    "downweight": parse_downweight,
+}
+"""Of options that are more than a string where a string is given."""
+
+
 def _converted(name: str, kind: str, value: Any) -> Any:
-    if name == "fan_out":
-        if isinstance(value, str):
-            return parse_fan_out(value)
-        if isinstance(value, list | tuple) and all(type(number) is int for number in value):
-            return tuple(value)
+    if isinstance(value, str) and name in _PARSERS:
+        return _PARSERS[name](name, value)
+    if "tuple[int, ...]" in kind and isinstance(value, list | tuple) and all(type(item) is int for item in value):
+        return tuple(value)
     allowed = {word.strip() for word in kind.replace("tuple[int, ...]", "").split("|")}
     if value is None and "None" in allowed:
         return None

@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from speculator_service.loop import ModelLoop
+from speculator_service.saguaro.sources import Source
 from speculator_service.sessions import Verifier, VerifierRegistry
 from speculator_service.speculator import Speculator
 from ssd_proto import PROTOCOL_VERSION
@@ -111,8 +112,9 @@ class ControlThread:
             version=PROTOCOL_VERSION,
             incarnation=self._identity.incarnation,
             draft=self._identity.draft,
-            lookahead=speculator.fan_out.lookahead,
-            fan_out=list(speculator.fan_out.counts),
+            lookahead=speculator.engine.lookahead,
+            fan_out=speculator.planner.plan.counts[Source.HIT, -1].tolist(),
+            num_kept=speculator.num_kept,
             max_sequences=speculator.engine.max_slots,
             context_length=speculator.engine.context_length,
             device=self._identity.device,
@@ -183,7 +185,8 @@ class ControlThread:
             incarnation=self._identity.incarnation,
             draft=self._identity.draft,
             lookahead=hello.lookahead,
-            num_outcomes=self._speculator.fan_out.num_outcomes,
+            num_outcomes=self._speculator.planner.num_outcomes,
+            num_kept=hello.num_kept,
             max_sequences=self._speculator.engine.max_slots,
             context_length=self._speculator.engine.context_length,
             channel=offer,
@@ -202,11 +205,17 @@ class ControlThread:
 
     def _objection(self, hello: Hello) -> str | None:
         """Why this verifier cannot be served, in one sentence that says what to change; None if it can."""
-        lookahead = self._speculator.fan_out.lookahead
+        lookahead, num_kept = self._speculator.engine.lookahead, self._speculator.num_kept
         if hello.lookahead != lookahead:
             return (
                 f"the verifier speculates {hello.lookahead} tokens and the service {lookahead}: start the server with "
                 f"--speculative-num-steps {lookahead} or the service with --lookahead {hello.lookahead}"
+            )
+        if hello.num_kept != num_kept:
+            return (
+                f"the verifier wants {hello.num_kept} probabilities per sampled token, the service sends {num_kept}: set "
+                f"num_kept to {num_kept} in the server's SSD config, or start the service with --num-kept "
+                f"{hello.num_kept}"
             )
         if not 1 <= hello.max_slots <= _MAX_SLOTS:
             slots = f"1 to {_MAX_SLOTS}"
@@ -224,8 +233,8 @@ class ControlThread:
         return kind == "zmq" or (kind == "shm" and same_host)
 
     def _shape(self, hello: Hello) -> TableShape:
-        fan_out = self._speculator.fan_out
-        return TableShape(hello.max_slots, fan_out.num_outcomes, fan_out.lookahead)
+        engine, num_outcomes = self._speculator.engine, self._speculator.planner.num_outcomes
+        return TableShape(hello.max_slots, num_outcomes, engine.lookahead, hello.num_kept, engine.max_slots)
 
     def _attach(self, hello: Hello) -> tuple[ChannelOffer, Verifier]:
         """In the model thread: make the data channel and serve it."""

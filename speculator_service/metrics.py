@@ -9,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from speculator_service.planner_metrics import planner_metrics
+from speculator_service.saguaro.sources import BACKUPS
 from speculator_service.speculator import Speculator
 
 _PREFIX = "sglang_ssd_speculator_"
@@ -29,6 +31,7 @@ class SpeculatorCollector(Collector):
         yield from self._gauges()
         yield from self._totals()
         yield from self._by_label()
+        yield from planner_metrics(self._speculator.planner.snapshot(), _PREFIX + "plan_")
 
     def _gauges(self) -> Iterator[Metric]:
         speculator = self._speculator
@@ -79,6 +82,10 @@ class SpeculatorCollector(Collector):
             hits.add_metric([str(k)], float(hit))
         yield accepted
         yield hits
+        backups = CounterMetricFamily(_PREFIX + "backups", "Misses answered, by backup.", labels=["backup"])
+        for name, source in BACKUPS.items():
+            backups.add_metric([name], statistics.backups[source])
+        yield backups
 
 
 def metrics_registry() -> CollectorRegistry:

@@ -12,7 +12,7 @@ class Phase:
     PREFILL: Final = 1
     """Its prompt is being computed."""
     DRAFT: Final = 2
-    """The verifier waits for its speculation."""
+    """Its speculation is drafted just in time: the verifier waits."""
     FORK: Final = 3
     """It has a complete speculation; its table is not begun."""
     TABLE: Final = 4

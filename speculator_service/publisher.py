@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from speculator_service.rows import Rows, TableEntries
+from speculator_service.branches import Cells
+from speculator_service.rows import Rows
 from speculator_service.sessions import Verifier
-from ssd_proto.records import NO_KEY, outcome_keys
+from ssd_proto.records import NO_KEY, DraftProbs, Entries, outcome_keys
 
 
 class Publisher:
@@ -38,50 +39,62 @@ class Publisher:
             verifier.channel.flush()
 
     def begin(self, rows: NDArray[np.int64]) -> None:
-        """Start the tables of ``rows``."""
+        """Name the outcomes of the tables of ``rows``, as far as they are known."""
         state = self._rows
         for verifier, pick in self._by_verifier(rows):
             mine = rows[pick]
             verifier.channel.begin(state.slot[mine], state.round[mine], state.keys[mine])
 
-    def add_late_keys(self, rows: NDArray[np.int64]) -> None:
-        """Name the outcomes with k = K of ``rows``."""
-        state, first = self._rows, self._rows.fan_out.first_late
-        for verifier, pick in self._by_verifier(rows):
-            mine = rows[pick]
-            verifier.channel.add_keys(state.slot[mine], state.round[mine], first, state.keys[mine, first:])
-
-    def write(self, entries: TableEntries) -> None:
+    def write(self, cells: Cells) -> None:
         """Publish table cells that a step has finished."""
         state = self._rows
-        for verifier, pick in self._by_verifier(entries.rows):
-            mine, column = entries.rows[pick], entries.columns[pick]
-            verifier.channel.write(
-                state.slot[mine],
-                state.generation[mine],
-                state.round[mine],
-                column,
-                state.keys[mine, column],
-                entries.depths[pick],
-                state.branch_text[mine, column],
-            )
+        rows, columns, depths = cells
+        is_final = depths >= state.end[rows, columns]
+        self._write(
+            rows,
+            Entries(
+                state.slot[rows],
+                state.generation[rows],
+                state.round[rows],
+                columns,
+                state.keys[rows, columns],
+                depths,
+                is_final,
+                state.branch_text[rows, columns],
+            ),
+            state.branch_q[rows, columns],
+        )
 
     def reply(self, rows: NDArray[np.int64]) -> None:
         """Answer the outcomes that ``rows`` owe a reply for with their chains; rows that owe none are left alone."""
         state = self._rows
-        # An answer without key would wipe out the one that was given already.
         rows = rows[state.awaited[rows] != NO_KEY]
-        chains, depth = state.chains(rows), state.depth[rows]
-        for verifier, pick in self._by_verifier(rows):
-            mine = rows[pick]
-            verifier.channel.reply(
-                state.slot[mine],
-                state.generation[mine],
-                state.round[mine] - 1,
-                state.awaited[mine],
-                depth[pick],
-                chains[pick],
-            )
+        self._write(
+            rows,
+            Entries(
+                state.slot[rows],
+                state.generation[rows],
+                state.round[rows] - 1,
+                np.full(len(rows), state.shape.num_outcomes),
+                state.awaited[rows],
+                state.depth[rows],
+                np.ones(len(rows), bool),
+                state.chains(rows),
+            ),
+            state.q[rows],
+        )
+        state.awaited[rows] = NO_KEY
+
+    def _write(self, rows: NDArray[np.int64], entries: Entries, q: NDArray[np.int64]) -> None:
+        """Publish ``entries`` [n] of ``rows`` [n]; those of sampled rows with ``q`` [n, K, m]."""
+        is_sampled = self._rows.is_sampled[rows]
+        for verifier, mine in self._by_verifier(rows):
+            plain, sampled = mine & ~is_sampled, mine & is_sampled
+            if plain.any():
+                verifier.channel.write(entries.pick(plain))
+            if sampled.any():
+                probs = DraftProbs(rows[sampled], q[sampled])
+                verifier.channel.write(entries.pick(sampled)._replace(q=probs))
 
     def _by_verifier(self, rows: NDArray[np.int64]) -> Iterator[tuple[Verifier, NDArray[np.bool_]]]:
         owner = self._rows.owner[rows]
@@ -91,12 +104,16 @@ class Publisher:
 
 def reply_empty(verifier: Verifier, outcomes: NDArray[np.void]) -> None:
     """Answer ``outcomes`` [n] of one verifier with empty speculations, so that it does not wait for a deadline."""
-    tokens = np.zeros((len(outcomes), verifier.shape.lookahead), np.int64)
-    verifier.channel.reply(
-        outcomes["slot"],
-        outcomes["generation"],
-        outcomes["round"],
-        outcome_keys(outcomes["num_accepted"], outcomes["bonus"]),
-        np.zeros(len(outcomes), np.int64),
-        tokens,
+    count = len(outcomes)
+    verifier.channel.write(
+        Entries(
+            outcomes["slot"],
+            outcomes["generation"],
+            outcomes["round"],
+            np.full(count, verifier.shape.num_outcomes),
+            outcome_keys(outcomes["num_accepted"], outcomes["bonus"]),
+            np.zeros(count, np.int64),
+            np.ones(count, bool),
+            np.zeros((count, verifier.shape.lookahead), np.int64),
+        )
     )

@@ -2,30 +2,47 @@
 
 Pure bookkeeping in numpy, no model and no channel.  Positions: the committed text of a row is ``text[:committed]``,
 its last token being the bonus token of the last outcome.  The *chain* s_1..s_depth follows it at positions
-``committed``...  KV exists for positions [0, computed).  A branch for outcome (k, t*) continues the prefix of
-``committed + k`` positions.  Chains and branches end before the draft model's context does, and shrink near it.
+``committed``...  KV exists for positions [0, computed).  *Place* j of a chain is where s_{j+1} is or would be: its
+candidates are known once s_j is computed, so for all places up to ``computed - committed``.
+
+The table of a row and its branches are the business of `speculator_service.branches`.  Chains end before the draft
+model's context does, and shrink near it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from speculator_service.draft.base import BranchStep
+from speculator_service.drawn import Drawn
 from speculator_service.phase import Phase
-from speculator_service.saguaro.fan_out import FanOut
-from speculator_service.saguaro.outcomes import predict_all_accepted, predict_first_outcomes, predict_outcomes
-from ssd_proto.records import NO_KEY, outcome_keys
+from speculator_service.saguaro.outcomes import bonus_rank, rank_candidates
+from speculator_service.saguaro.sources import Source
+from ssd_proto.records import MAX_STOP_TOKENS, NO_KEY, Sampling, outcome_keys
 
-S = TypeVar("S", bound=np.generic)
+NO_TOKEN = -1
 
-_TOKEN_MASK = 0xFFFF_FFFF
+
+class RowShape(NamedTuple):
+    """Sizes of the state."""
+
+    max_rows: int
+    context_length: int
+    """Bounds committed text and chain."""
+    lookahead: int
+    """K."""
+    num_outcomes: int
+    """B: columns of a table."""
+    max_candidates: int
+    """M: most candidates that are kept of a position."""
+    num_kept: int
+    """m: probabilities kept of a sampled token; 0: nothing is sampled."""
 
 
 class Settled(NamedTuple):
-    """What outcomes [b] did to their rows."""
+    """What outcomes [b] did to their rows, and what they say about the speculation that was verified."""
 
     adopted: NDArray[np.bool_]
     """The outcome was prepared: the branch becomes the trunk."""
@@ -41,41 +58,52 @@ class Settled(NamedTuple):
     """The chain was not used but its tokens were right: the rest of it is the new chain."""
     predicted: NDArray[np.bool_]
     """The outcome was in the table (perhaps with no cell finished)."""
-
-
-class TableEntries(NamedTuple):
-    """Cells finished by a step; all arrays [n]."""
-
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    depths: NDArray[np.int64]
+    stopped: NDArray[np.bool_]
+    """A stop token was committed: nothing follows."""
+    verified: NDArray[np.bool_]
+    """The speculation that was verified is the row's chain, whole."""
+    source: NDArray[np.int64]
+    """`Source` of that chain."""
+    num_sent: NDArray[np.int64]
+    """Its length."""
+    rank: NDArray[np.int64]
+    """Place of the bonus token among the candidates at position k; -1: not among them."""
+    num_known: NDArray[np.int64]
+    """How many candidates there were."""
 
 
 class Rows:
-    """All rows. ``context_length`` bounds committed text and chain.
+    """All rows."""
 
-    ``num_candidates`` of the likeliest tokens are kept for each position.
-    """
-
-    def __init__(self, max_rows: int, context_length: int, vocab_size: int, fan_out: FanOut) -> None:
-        lookahead, columns = fan_out.lookahead, fan_out.num_outcomes
-        candidates = min(fan_out.num_candidates, vocab_size)
-        self.fan_out, self.lookahead, self.context_length = fan_out, lookahead, context_length
-        self.num_candidates = candidates
-        self.phase = np.full(max_rows, Phase.FREE, np.int8)
-        self.owner, self.slot, self.generation, self.round = (np.full(max_rows, -1, np.int64) for _ in range(4))
-        self.committed, self.depth, self.computed, self.reserved = (np.zeros(max_rows, np.int64) for _ in range(4))
-        self.awaited = np.full(max_rows, NO_KEY, np.int64)  # the outcome that a reply is owed for
-        self.text = np.zeros((max_rows, context_length + 2 * lookahead + 2), np.int64)
-        self.candidates = np.zeros((max_rows, lookahead, candidates), np.int64)  # at the chain's positions
-        self.keys = np.full((max_rows, columns), NO_KEY, np.int64)
-        self.branch_text = np.zeros((max_rows, columns, lookahead), np.int64)
-        self.branch_candidates = np.zeros((max_rows, columns, lookahead, candidates), np.int64)
-        self.prefix, self.start, self.end = (np.zeros((max_rows, columns), np.int64) for _ in range(3))
-        self.steps = np.zeros(max_rows, np.int64)  # steps of the table that were made
-        self._steps_needed, self._arrival = np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64)
-        self._arrivals = 0
-        self._positions = np.arange(lookahead + 1)
+    def __init__(self, shape: RowShape) -> None:
+        self.shape = shape
+        rows, context, lookahead, columns, candidates, kept = shape
+        self.lookahead, self.context_length = lookahead, context
+        self.phase = np.full(rows, Phase.FREE, np.int8)
+        self.owner, self.slot, self.generation, self.round = (np.full(rows, -1, np.int64) for _ in range(4))
+        self.awaited = np.full(rows, NO_KEY, np.int64)  # the outcome that a reply is owed for
+        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
+        self.top_k, self.seed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self.shared_noise = np.zeros(rows, bool)
+        self.downweight = np.ones(rows)  # C
+        self.stop_tokens = np.full((rows, MAX_STOP_TOKENS), NO_TOKEN, np.int64)
+        # The chain.
+        self.committed, self.computed, self.reserved = (np.zeros(rows, np.int64) for _ in range(3))
+        self.depth, self.goal = np.zeros(rows, np.int64), np.zeros(rows, np.int64)  # tokens there are, and wanted
+        self.source = np.full(rows, Source.EMPTY, np.int64)
+        self.text = np.zeros((rows, context + 2 * lookahead + 2), np.int64)
+        self.candidates = np.full((rows, lookahead + 1, candidates), NO_TOKEN, np.int64)
+        self.q = np.zeros((rows, lookahead, kept), np.int64)
+        # The table.
+        self.keys = np.full((rows, columns), NO_KEY, np.int64)
+        self.accepted, self.rank = np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.int64)
+        self.prefix, self.start, self.end = (np.zeros((rows, columns), np.int64) for _ in range(3))
+        self.branch_text = np.zeros((rows, columns, lookahead), np.int64)
+        self.branch_candidates = np.full((rows, columns, lookahead, candidates), NO_TOKEN, np.int64)
+        self.branch_q = np.zeros((rows, columns, lookahead, kept), np.int64)
+        self.steps, self.steps_needed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._arrival, self._arrivals = np.zeros(rows, np.int64), 0
+        self._places = np.arange(lookahead + 1)
 
     def in_phase(self, phase: int) -> NDArray[np.int64]:
         """Rows in ``phase``."""
@@ -90,14 +118,31 @@ class Rows:
         return np.minimum(np.asarray(committed, np.int64) + 2 * self.lookahead + 1, self.context_length)
 
     def occupy(self, row: int, owner: int, slot: int, generation: int, round_: int, tokens: NDArray[np.int64]) -> None:
-        """Begin a sequence in a free row; its prompt is ``tokens``."""
+        """Begin a sequence in a free row; its prompt is ``tokens``. `sample_like` says how it is drafted."""
         self.owner[row], self.slot[row], self.generation[row], self.round[row] = owner, slot, generation, round_
         self.text[row, : len(tokens)] = tokens
         self.committed[row], self.depth[row], self.computed[row] = len(tokens), 0, 0
         self.keys[row] = self.awaited[row] = NO_KEY
+        self.source[row] = Source.EMPTY
         self._arrivals += 1
         self._arrival[row] = self._arrivals
         self.phase[row] = Phase.PREFILL
+
+    def sample_like(self, row: int, sampling: Sampling, downweight: float) -> None:
+        """Draft the sequence in the way its verifier draws it."""
+        is_drawn = sampling.shared_noise or self.shape.num_kept > 0
+        self.temperature[row] = sampling.temperature if is_drawn else 0.0
+        self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.seed[row], self.shared_noise[row] = sampling.seed, sampling.shared_noise
+        self.downweight[row] = downweight
+        self.stop_tokens[row] = NO_TOKEN
+        self.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens
+
+    @property
+    def is_sampled(self) -> NDArray[np.bool_]:
+        """[rows] whether drafts are sampled and their q is sent."""
+        result: NDArray[np.bool_] = (self.temperature > 0) & ~self.shared_noise
+        return result
 
     def next_prompt(self) -> int | None:
         """The row whose prompt is computed next: those that a verifier waits for first, then by arrival."""
@@ -110,7 +155,7 @@ class Rows:
         """Free the rows."""
         self.phase[rows] = Phase.FREE
         self.owner[rows] = -1
-        self.keys[rows] = NO_KEY
+        self.keys[rows] = self.awaited[rows] = NO_KEY
 
     # -- outcomes ----------------------------------------------------------------------------------
 
@@ -118,178 +163,168 @@ class Rows:
         self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
     ) -> None:
         """Append ``tokens[:, :accepted]`` and ``bonus`` to the text and advance to the next round; a reply is owed."""
-        new = self._committed_tokens(accepted, bonus, tokens)
-        i, j = np.nonzero(self._positions <= accepted[:, None])
+        new = _committed_tokens(accepted, bonus, tokens)
+        i, j = np.nonzero(self._places <= accepted[:, None])
         self.text[rows[i], self.committed[rows[i]] + j] = new[i, j]
         self.committed[rows] += accepted + 1
         self.round[rows] += 1
         self.awaited[rows] = outcome_keys(accepted, bonus)
 
     def settle(
-        self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
+        self,
+        rows: NDArray[np.int64],
+        accepted: NDArray[np.int64],
+        bonus: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        num_sent: NDArray[np.int64],
+        jit_depth: int,
     ) -> Settled:
         """Apply outcomes [b] (``tokens`` [b, K] are those that were verified) to rows whose prompt is computed.
 
         Prepared outcomes take over their branch, others cut the trunk back to what is valid.  The caller makes the
-        draft model adopt the branches.  The rows go to `Phase.FORK`, or `Phase.DRAFT` if tokens are missing.
+        draft model adopt the branches.  The rows go to `Phase.FORK`, to `Phase.DRAFT` if tokens are missing
+        (``jit_depth`` are wanted), or to `Phase.DONE` after a stop token.
         """
         committed, depth = self.committed[rows], self.depth[rows]
-        chain = self.text[rows[:, None], committed[:, None] + self._positions[:-1]]
-        new = self._committed_tokens(accepted, bonus, tokens)
-        same = (new[:, :-1] == chain) & (self._positions[:-1] < depth[:, None])
+        chain = self.chains(rows)
+        new = _committed_tokens(accepted, bonus, tokens)
+        same = (new[:, :-1] == chain) & (self._places[:-1] < depth[:, None])
         common = np.minimum(np.logical_and.accumulate(same, axis=1).sum(1), accepted + 1)
+        diverged = common < accepted
+        source, (rank, num_known) = self.source[rows], self._rank_of(rows, accepted, bonus)
+        is_stop = (new[:, :, None] == self.stop_tokens[rows][:, None, :]).any(2)
+        stopped = (is_stop & (self._places <= accepted[:, None])).any(1)
 
         found = self.keys[rows] == outcome_keys(accepted, bonus)[:, None]
         column = found.argmax(1) if found.shape[1] else np.zeros(len(rows), np.int64)
         predicted = found.any(1) & (common >= accepted)
-        done = np.zeros(len(rows), np.int64)
+        done, end = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         hits = np.flatnonzero(predicted)
         at = rows[hits], column[hits]
+        end[hits] = self.end[at]
         done[hits] = np.clip(self.steps[rows[hits]] - self.start[at], 0, self.end[at])
-        adopted = done > 0
-        kept = ~adopted & (common > accepted)
+        adopted = (done > 0) & ~stopped
+        kept = ~adopted & (common > accepted) & ~stopped
 
-        self._shift_candidates(rows[kept], common[kept])
+        self._shift_chains(rows[kept], common[kept])
         self.commit(rows, accepted, bonus, tokens)
         prefix = committed + accepted
         self._take_branches(rows[adopted], column[adopted])
+        self.source[rows] = np.where(adopted, Source.HIT, np.where(kept, source, Source.PRIMARY))
         self.depth[rows] = np.where(adopted, done, np.where(kept, depth - common, 0))
         valid = np.where(kept, prefix + self.depth[rows], committed + common)
         self.computed[rows] = np.where(adopted, prefix + done, np.minimum(self.computed[rows], valid))
+        # A branch that was complete may be in use already; otherwise somebody waits, and for no more than pays.
+        wanted = np.minimum(self.room(self.committed[rows]), jit_depth)
+        is_final = adopted & (done >= end)
+        self.goal[rows] = np.where(is_final, done, np.maximum(self.depth[rows], wanted))
         self.keys[rows] = NO_KEY
         self.steps[rows] = 0
-        complete = self.depth[rows] >= self.room(self.committed[rows])
-        self.phase[rows] = np.where(complete, Phase.FORK, Phase.DRAFT)
-        return Settled(adopted, column + 1, prefix, done, common < accepted, kept, predicted)
+        complete = self.depth[rows] >= self.goal[rows]
+        self.phase[rows] = np.where(stopped, Phase.DONE, np.where(complete, Phase.FORK, Phase.DRAFT))
+        return Settled(
+            adopted,
+            column + 1,
+            prefix,
+            done,
+            diverged,
+            kept,
+            predicted,
+            stopped,
+            (num_sent == depth) & ~diverged,
+            source,
+            depth,
+            rank,
+            num_known,
+        )
 
-    def _committed_tokens(
-        self, accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """[b, K + 1]: the tokens that an outcome commits; what follows the bonus token is meaningless."""
-        new = np.concatenate([tokens, bonus[:, None]], axis=1)
-        new[np.arange(len(new)), accepted] = bonus
-        return new
+    def _rank_of(
+        self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`bonus_rank` among the candidates at position k; none where they are not known."""
+        sent = np.where(accepted < self.depth[rows], self.text[rows, self.committed[rows] + accepted], NO_TOKEN)
+        candidates = self.candidates[rows, accepted][:, None]
+        ranked = rank_candidates(candidates, sent[:, None], self.stop_tokens_of(rows))[:, 0]
+        rank, num_known = bonus_rank(ranked, bonus)
+        known = accepted <= self.computed[rows] - self.committed[rows]
+        return np.where(known, rank, -1), np.where(known, num_known, 0)
 
-    def _shift_candidates(self, rows: NDArray[np.int64], count: NDArray[np.int64]) -> None:
-        source = np.minimum(self._positions[:-1] + count[:, None], self.lookahead - 1)
+    def stop_tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[b, n] stop tokens of the rows, -1 where there are fewer than n; n is what the rows need."""
+        stops = self.stop_tokens[rows]
+        return stops[:, : int((stops != NO_TOKEN).sum(1).max(initial=0))]
+
+    def _shift_chains(self, rows: NDArray[np.int64], count: NDArray[np.int64]) -> None:
+        source = np.minimum(self._places + count[:, None], self.lookahead)
         self.candidates[rows] = self.candidates[rows[:, None], source]
+        self.q[rows] = self.q[rows[:, None], np.minimum(source[:, :-1], self.lookahead - 1)]
 
     def _take_branches(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-        where = self.committed[rows][:, None] + self._positions[:-1]
+        where = self.committed[rows][:, None] + self._places[:-1]
         self.text[rows[:, None], where] = self.branch_text[rows, columns]
-        self.candidates[rows] = self.branch_candidates[rows, columns]
+        self.candidates[rows, :-1] = self.branch_candidates[rows, columns]
+        self.q[rows] = self.branch_q[rows, columns]
 
-    # -- the chain, one token a step ---------------------------------------------------------------
-
-    def next_inputs(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions [b] and tokens [b] that rows in `Phase.DRAFT` compute next."""
-        return self.computed[rows], self.text[rows, self.computed[rows]]
-
-    def extend_chains(self, rows: NDArray[np.int64], top: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Take the candidates ``top`` [b, >= M] after `next_inputs`; returns the rows that are complete now."""
-        self.computed[rows] += 1
-        place = self.computed[rows] - self.committed[rows]
-        grown = place >= 0  # otherwise the row is still catching up with committed text
-        self._append(rows[grown], place[grown], top[grown])
-        complete = rows[self.depth[rows] >= self.room(self.committed[rows])]
-        self.phase[complete] = Phase.FORK
-        return complete
-
-    def _append(self, rows: NDArray[np.int64], place: NDArray[np.int64], top: NDArray[np.int64]) -> None:
-        self.text[rows, self.committed[rows] + place] = top[:, 0]
-        self.candidates[rows, place] = top[:, : self.num_candidates]
-        self.depth[rows] = place + 1
+    # -- the chain ---------------------------------------------------------------------------------
 
     def chains(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[b, K] tokens, valid up to ``depth``."""
-        return self.text[rows[:, None], self.committed[rows][:, None] + self._positions[:-1]]
+        return self.text[rows[:, None], self.committed[rows][:, None] + self._places[:-1]]
 
-    def finish_prompt(self, row: int, top: NDArray[np.int64]) -> bool:
-        """Take the candidates ``top`` [n] after a prompt; returns whether a reply is due now.
+    def give(self, rows: NDArray[np.int64], source: int, tokens: NDArray[np.int64], depth: NDArray[np.int64]) -> None:
+        """Let ``tokens`` [b, K], valid up to ``depth`` [b], be the whole chain of rows that have none. Not sampled."""
+        depth = np.minimum(depth, self.room(self.committed[rows]))
+        self.text[rows[:, None], self.committed[rows][:, None] + self._places[:-1]] = tokens
+        self.q[rows] = 0
+        self.depth[rows] = self.goal[rows] = depth
+        self.source[rows] = source
+        self.phase[rows] = Phase.FORK
 
-        If nobody waits, the first table is begun: nothing was sent, so all its outcomes are at k = 0.
-        """
-        rows = np.array([row])
-        if self.awaited[row] == NO_KEY:
-            keys = predict_first_outcomes(top[None], self.fan_out)
-            accepted = np.zeros(self.fan_out.num_outcomes, np.int64)
-            self._begin(rows, keys, accepted, np.zeros_like(accepted))
-            return False
-        self._append(rows, np.array([0]), top[None])
-        complete = bool(self.depth[row] >= self.room(int(self.committed[row])))
-        self.phase[row] = Phase.FORK if complete else Phase.DRAFT
+    def next_inputs(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions [b] and tokens [b] of the trunk that the rows compute next."""
+        return self.computed[rows], self.text[rows, self.computed[rows]]
+
+    def extend(self, rows: NDArray[np.int64], drawn: Drawn) -> None:
+        """Take what was drawn [b] after `next_inputs`: candidates, and the next token of chains below their goal."""
+        self.computed[rows] += 1
+        self.record(rows, drawn)
+
+    def record(self, rows: NDArray[np.int64], drawn: Drawn) -> None:
+        """Take what was drawn [b] after the last computed position of the rows."""
+        place = self.computed[rows] - self.committed[rows]
+        in_chain = place >= 0  # otherwise the row is still catching up with committed text
+        rows, place, count = rows[in_chain], place[in_chain], drawn.candidates.shape[1]
+        self.candidates[rows, place, :count] = drawn.candidates[in_chain]
+        self.candidates[rows, place, count:] = NO_TOKEN
+        grows = (place >= self.depth[rows]) & (place < self.goal[rows])
+        rows, place = rows[grows], place[grows]
+        self.text[rows, self.committed[rows] + place] = drawn.tokens[in_chain][grows]
+        self.q[rows, place] = 0 if drawn.q is None else drawn.q[in_chain][grows]
+        self.depth[rows] = place + 1
+
+    def finish_chains(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of rows in `Phase.DRAFT`, those that have reached their goal; they are in `Phase.FORK` now."""
+        complete = rows[self.depth[rows] >= self.goal[rows]]
+        self.phase[complete] = Phase.FORK
         return complete
 
-    # -- tables ------------------------------------------------------------------------------------
+    def finish_prompt(self, row: int, drawn: Drawn, jit_depth: int) -> None:
+        """Take what was drawn [1] after a prompt.
 
-    def fork(self, rows: NDArray[np.int64]) -> None:
-        """Begin the tables of rows with a complete speculation."""
-        accepted = self.fan_out.accepted
-        sent = np.where(self._positions[:-1] < self.depth[rows][:, None], self.chains(rows), -1)
-        keys = np.full((len(rows), self.fan_out.num_outcomes), NO_KEY, np.int64)
-        keys[:, : self.fan_out.first_late] = predict_outcomes(self.candidates[rows], sent, self.fan_out)
-        keys[accepted >= self.depth[rows][:, None]] = NO_KEY
-        self._begin(rows, keys, accepted, (accepted == self.lookahead).astype(np.int64))
-
-    def _begin(
-        self, rows: NDArray[np.int64], keys: NDArray[np.int64], accepted: NDArray[np.int64], start: NDArray[np.int64]
-    ) -> None:
-        self.prefix[rows] = self.committed[rows][:, None] + accepted
-        self.start[rows] = start
-        end = np.clip(self.context_length - 1 - self.prefix[rows], 0, self.lookahead)
-        late = (start > 0) & self._has_glue(rows)[:, None]
-        end[(keys == NO_KEY) & ~late] = 0
-        self.end[rows] = end
-        self.keys[rows] = np.where(end > 0, keys, NO_KEY)
-        self.steps[rows] = 0
-        needed = np.where(end > 0, start + end, 0).max(axis=1, initial=0)
-        self._steps_needed[rows] = np.maximum(needed, self._has_glue(rows))
-        self.phase[rows] = np.where(self._steps_needed[rows] > 0, Phase.TABLE, Phase.DONE)
-
-    def _has_glue(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether s_K exists and its KV does not."""
-        return (self.depth[rows] == self.lookahead) & (self.computed[rows] == self.committed[rows] + self.lookahead - 1)
-
-    def next_step(self, rows: NDArray[np.int64]) -> BranchStep:
-        """The next step of the tables of ``rows`` (all in `Phase.TABLE`)."""
-        own_depth = self.steps[rows][:, None] - self.start[rows]  # [b, B]
-        live = (own_depth >= 0) & (own_depth < self.end[rows]) & (self.keys[rows] != NO_KEY)
-        own_depth = np.where(live, own_depth, 0)
-        before = np.take_along_axis(self.branch_text[rows], np.maximum(own_depth - 1, 0)[:, :, None], 2)[:, :, 0]
-        tokens = np.where(own_depth == 0, self.keys[rows] & _TOKEN_MASK, before)
-        glue = self._has_glue(rows) & (self.steps[rows] == 0)
-        position = self.committed[rows] + self.lookahead - 1  # of s_K
-        live = _beside(glue, live)
-        return BranchStep(
-            slots=rows,
-            tokens=np.where(live, _beside(self.text[rows, position], tokens), 0),
-            prefix=_beside(np.where(glue, position, 0), self.prefix[rows]),
-            depth=_beside(np.zeros_like(rows), own_depth),
-            live=live,
-        )
-
-    def take_step(self, step: BranchStep, top: NDArray[np.int64]) -> tuple[NDArray[np.int64], TableEntries]:
-        """Take the candidates ``top`` [b, G, M] of a step.
-
-        Returns the rows whose outcomes with k = K are known now, and the cells that were finished.
+        If nobody waits the first table is begun: nothing was sent, so all its outcomes are at k = 0.
         """
-        rows = step.slots
-        glued = step.live[:, 0]
-        late = slice(self.fan_out.first_late, None)
-        fresh = rows[glued]
-        if len(fresh):
-            self.computed[fresh] += 1
-            keys = predict_all_accepted(top[glued, 0], self.fan_out)
-            self.keys[fresh, late] = np.where(self.end[fresh, late] > 0, keys, NO_KEY)
-        i, column = np.nonzero(step.live[:, 1:])
-        depth = step.depth[i, column + 1]
-        self.branch_text[rows[i], column, depth] = top[i, column + 1, 0]
-        self.branch_candidates[rows[i], column, depth] = top[i, column + 1]
-        self.steps[rows] += 1
-        self.phase[rows[self.steps[rows] >= self._steps_needed[rows]]] = Phase.DONE
-        return fresh, TableEntries(rows[i], column, depth + 1)
+        is_awaited = self.awaited[row] != NO_KEY
+        self.depth[row] = 0
+        self.goal[row] = min(jit_depth, int(self.room(int(self.committed[row])))) if is_awaited else 0
+        self.source[row] = Source.PRIMARY if is_awaited else Source.EMPTY
+        self.record(np.array([row]), drawn)
+        self.phase[row] = Phase.FORK if self.depth[row] >= self.goal[row] else Phase.DRAFT
 
 
-def _beside(column: NDArray[S], columns: NDArray[S]) -> NDArray[S]:
-    """[b, B + 1]: row 0 of a step beside its branches."""
-    return np.concatenate([column[:, None], columns], axis=1)
+def _committed_tokens(
+    accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[b, K + 1]: the tokens that an outcome commits; what follows the bonus token is meaningless."""
+    new = np.concatenate([tokens, bonus[:, None]], axis=1)
+    new[np.arange(len(new)), accepted] = bonus
+    return new

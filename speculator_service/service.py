@@ -20,6 +20,7 @@ from speculator_service.draft.engine import load_engine
 from speculator_service.http import HttpServer
 from speculator_service.loop import ModelLoop
 from speculator_service.metrics import SpeculatorCollector, metrics_registry
+from speculator_service.planner import Planner
 from speculator_service.speculator import Speculator
 from ssd_proto.channels.memory import remove_stale_segments
 from ssd_proto.channels.zmq import ZmqHub
@@ -78,7 +79,14 @@ class SpeculatorService:
             if config.exit_with_stdin:
                 _end_with_stdin()
             remove_stale_segments()
-            speculator = Speculator(self._load(draft), config.layout, config.prefill_chunk)
+            engine = self._load(draft)
+            speculator = Speculator(
+                engine,
+                Planner(config.planner_settings(), config.lookahead, engine.vocab_size),
+                num_kept=config.num_kept,
+                temperature_factor=config.draft_temperature,
+                prefill_chunk=config.prefill_chunk,
+            )
             stack.callback(_detach_all, speculator)
             loop = ModelLoop(speculator, hub, doorbell, config.spin_us * 1e-6)
             stack.callback(loop.close)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssd_proto.channel import SpeculatorChannel
+from ssd_proto.records import Sampling
 from ssd_proto.table import TableShape
 
 NO_ROW = -1
@@ -22,6 +23,9 @@ class WaitingSequence:
     round: int
     tokens: NDArray[np.int64]
     """[L] committed so far."""
+    sampling: Sampling
+    downweight: float
+    """Saguaro's C for this sequence."""
 
 
 class Verifier:
@@ -39,6 +43,8 @@ class Verifier:
         self.generation = np.full(self.max_slots, NO_GENERATION, np.int64)
         self.row = np.full(self.max_slots, NO_ROW, np.int64)
         self.waiting: dict[int, WaitingSequence] = {}
+        self.answered_at: float | None = None
+        """When the last outcomes were answered, all of them; None while some are not, and before the first."""
         self.attached = True
         """Cleared by the speculator when it has given the verifier up; the channel is closed then."""
 

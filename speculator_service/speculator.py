@@ -19,12 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from speculator_service.admission import Admission
-from speculator_service.draft.base import DraftModel
+from speculator_service.backup.suffixes import Suffixes
+from speculator_service.branches import Branches
+from speculator_service.draft.base import BranchStep, DraftModel
+from speculator_service.drafting import Drafter
+from speculator_service.drawn import Drawn
 from speculator_service.phase import Phase
+from speculator_service.planner import Planner
 from speculator_service.publisher import Publisher, reply_empty
-from speculator_service.rows import Rows
-from speculator_service.saguaro.fan_out import FanOut
-from speculator_service.saguaro.outcomes import top_candidates
+from speculator_service.rows import Rows, RowShape
+from speculator_service.saguaro.sources import Source
 from speculator_service.sessions import NO_GENERATION, NO_ROW, Verifier, WaitingSequence
 from speculator_service.statistics import OutcomeKind, Statistics, StepKind
 from speculator_service.validation import are_tokens, are_valid, is_valid_open, later_of_each
@@ -35,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _EVENTS_AT_ONCE = 64
 """Of one verifier, so that none can keep the others waiting."""
+_STEPS_WITHOUT_LEISURE = 50
+"""Model steps after which planning does not wait any longer for a moment without any."""
 
 
 class Speculator:
@@ -42,27 +48,40 @@ class Speculator:
 
     Args:
         engine: used by this object only.
-        fan_out: its lookahead is the engine's, its outcomes are the engine's branches.
+        planner: says what to prepare for, and which backup answers a miss; its lookahead is the engine's, its
+            outcomes are the engine's branches.
+        num_kept: m, probabilities sent of a sampled token's distribution; 0: nothing is sampled.
+        temperature_factor: the draft's temperature over the request's.
         prefill_chunk: prompt tokens computed at a time; outcomes are looked at in between.
-        clock: seconds, for the step times in ``statistics``.
+        clock: seconds, for the times that are measured.
     """
 
     def __init__(
         self,
         engine: DraftModel,
-        fan_out: FanOut,
+        planner: Planner,
+        *,
+        num_kept: int = 0,
+        temperature_factor: float = 1.0,
         prefill_chunk: int = 256,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if fan_out.lookahead != engine.lookahead or fan_out.num_outcomes > engine.num_branches:
+        lookahead, num_outcomes = engine.lookahead, planner.num_outcomes
+        if planner.plan.counts.shape[-1] != lookahead + 1 or num_outcomes > engine.num_branches:
             raise ValueError("the draft engine was built for another lookahead or fan-out")
-        self.engine, self.fan_out = engine, fan_out
-        self.statistics = Statistics(fan_out.lookahead)
+        self.engine, self.planner, self.num_kept = engine, planner, num_kept
+        self.statistics = Statistics(lookahead)
         self._chunk, self._clock = prefill_chunk, clock
-        self._rows = Rows(engine.max_slots, engine.context_length, engine.vocab_size, fan_out)
+        candidates = min(planner.max_candidates, engine.vocab_size)
+        shape = RowShape(engine.max_slots, engine.context_length, lookahead, num_outcomes, candidates, num_kept)
+        self._rows = Rows(shape)
+        self._branches = Branches(self._rows)
+        self._drafter = Drafter(self._rows, num_kept, temperature_factor)
+        self._suffixes = Suffixes(self._rows)
         self._publisher = Publisher(self._rows)
         self._admission = Admission(engine, self._rows)
         self._prefilled_last = False
+        self._steps_since_due = 0
 
     # -- verifiers ---------------------------------------------------------------------------------
 
@@ -146,7 +165,10 @@ class Speculator:
         if not are_tokens(tokens, self.engine.vocab_size):
             self.statistics.invalid += 1  # lost: answered with empty speculations
             return
-        self._admission.enqueue(verifier, slot, WaitingSequence(event.generation, 0, tokens))
+        downweight = self.planner.new_sequence()
+        self._admission.enqueue(
+            verifier, slot, WaitingSequence(event.generation, 0, tokens, event.sampling, downweight)
+        )
 
     def _close(self, verifier: Verifier, event: CloseSequence) -> None:
         slot = event.slot
@@ -167,11 +189,22 @@ class Speculator:
         if not known.all():
             self.statistics.stale += int((~known).sum())
             outcomes, slots = outcomes[known], slots[known]
+        if verifier.answered_at is not None and len(slots):
+            self.planner.verification_took(len(slots), self._clock() - verifier.answered_at)
+        verifier.answered_at = None
         while len(repeated := later_of_each(slots)):  # one sequence twice in a batch: in the order of the batch
             first = np.setdiff1d(np.arange(len(slots)), repeated)
             self._take_one_of_each(verifier, outcomes[first], slots[first])
             outcomes, slots = outcomes[repeated], slots[repeated]
         self._take_one_of_each(verifier, outcomes, slots)
+        self._note_answers()
+
+    def _note_answers(self) -> None:
+        """Note when a verifier has all its answers: its next verification begins about then."""
+        owing = self._rows.owner[self._rows.awaited != NO_KEY]
+        for verifier in self._publisher.verifiers:
+            if verifier.answered_at is None and verifier.number not in owing:
+                verifier.answered_at = self._clock()
 
     def _take_one_of_each(self, verifier: Verifier, outcomes: NDArray[np.void], slots: NDArray[np.int64]) -> None:
         valid = are_valid(outcomes, self.engine.vocab_size)
@@ -204,13 +237,7 @@ class Speculator:
         if in_prompt.any():
             self._grow_prompts(rows[in_prompt], accepted[in_prompt], bonus[in_prompt], tokens[in_prompt])
         if ready.any():
-            settled = state.settle(rows[ready], accepted[ready], bonus[ready], tokens[ready])
-            hit = settled.adopted
-            if hit.any():
-                self.engine.adopt(rows[ready][hit], settled.branch[hit], settled.prefix[hit], settled.finished[hit])
-            complete = state.phase[rows[ready]] == Phase.FORK
-            self.statistics.count_outcomes(accepted[ready], settled, complete)
-            self._publisher.reply(rows[ready][complete])
+            self._settle(rows[ready], outcomes[ready])
         ended = state.room(state.committed[rows]) == 0
         if ended.any():
             self._publisher.reply(rows[ended])
@@ -218,6 +245,41 @@ class Speculator:
         for row in self._admission.reserve(rows[~ended]).tolist():
             self._publisher.reply(np.array([row]))
             self._admission.evict(verifier, row)
+
+    def _settle(self, rows: NDArray[np.int64], outcomes: NDArray[np.void]) -> None:
+        """Apply outcomes to rows whose prompt is computed, and answer those that need no model step."""
+        state, planner = self._rows, self.planner
+        fields = ("num_accepted", "bonus", "tokens", "num_sent")
+        accepted, bonus, tokens, num_sent = (outcomes[name].astype(np.int64) for name in fields)
+        settled = state.settle(rows, accepted, bonus, tokens, num_sent, planner.plan.jit_depth)
+        hit = settled.adopted
+        if hit.any():
+            self.engine.adopt(rows[hit], settled.branch[hit], settled.prefix[hit], settled.finished[hit])
+        self.statistics.count_outcomes(accepted, settled, state.phase[rows] == Phase.FORK)
+        told = settled.verified & ~settled.stopped
+        downweight = np.where(state.is_sampled[rows], state.downweight[rows], np.nan)
+        planner.observe(
+            settled.source[told],
+            accepted[told],
+            settled.num_sent[told],
+            settled.rank[told],
+            settled.num_known[told],
+            downweight[told],
+            hit[told],
+        )
+        missed = rows[~hit & ~settled.kept & ~settled.stopped]
+        if len(missed):
+            self._fall_back(missed, planner.choose_backup(len(rows), len(missed)))
+        self._publisher.reply(rows[state.phase[rows] != Phase.DRAFT])
+
+    def _fall_back(self, rows: NDArray[np.int64], backup: int) -> None:
+        """Let ``backup`` answer the missed ``rows``; without a model the answer is there at once."""
+        self.statistics.backups[backup] += len(rows)
+        if backup == Source.SUFFIX:
+            self._rows.give(rows, backup, *self._suffixes.propose(rows))
+        elif backup == Source.EMPTY:
+            nothing = np.zeros((len(rows), self._rows.lookahead), np.int64)
+            self._rows.give(rows, backup, nothing, np.zeros(len(rows), np.int64))
 
     def _grow_prompts(
         self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
@@ -227,7 +289,6 @@ class Speculator:
         state.commit(rows, accepted, bonus, tokens)
         late = rows[state.committed[rows] - state.computed[rows] > self._chunk]
         self._publisher.reply(late)
-        state.awaited[late] = NO_KEY
         self.statistics.outcomes[OutcomeKind.UNSERVED] += len(late)
 
     # -- model steps -------------------------------------------------------------------------------
@@ -246,28 +307,37 @@ class Speculator:
         has_table = len(forks) > 0 or bool((state.phase == Phase.TABLE).any())
         tables_turn = has_table and self._prefilled_last and not (prompt is not None and state.awaited[prompt] >= 0)
         if len(drafting):
-            self._draft(drafting)
+            batch_size = self._draft(drafting)
             kind = StepKind.DRAFT
         elif prompt is not None and not tables_turn:
             self._prefill(prompt)
-            kind = StepKind.PREFILL
+            kind, batch_size = StepKind.PREFILL, 1
         elif has_table:
-            self._build_tables(forks)
+            batch_size = self._build_tables(forks)
             kind = StepKind.TABLE
         else:
+            self._plan_at_leisure()
             return False
         self._prefilled_last = kind == StepKind.PREFILL
         self._publisher.flush()
-        self.statistics.count_step(kind, self._clock() - began)
+        seconds = self._clock() - began
+        self.statistics.count_step(kind, seconds)
+        self.planner.step_took(kind, batch_size, seconds)
+        self._note_answers()
+        self._plan_if_overdue()
         return True
 
-    def _draft(self, rows: NDArray[np.int64]) -> None:
+    def _draft(self, rows: NDArray[np.int64]) -> int:
         """One token of each just-in-time speculation; those that are complete are sent."""
         positions, tokens = self._rows.next_inputs(rows)
         logits = self.engine.extend_one(rows, positions, tokens)
-        complete = self._rows.extend_chains(rows, top_candidates(logits, self._rows.num_candidates))
+        place = positions + 1 - self._rows.committed[rows]
+        num_candidates = self.planner.plan.num_candidates
+        self._rows.extend(rows, self._draw(logits, rows, positions + 1, place, num_candidates))
+        complete = self._rows.finish_chains(rows)
         if len(complete):
             self._publisher.reply(complete)
+        return len(rows)
 
     def _prefill(self, row: int) -> None:
         state = self._rows
@@ -278,26 +348,76 @@ class Speculator:
         self.statistics.prefill_tokens += stop - start
         if stop < state.committed[row]:
             return
-        count = max(self._rows.num_candidates, self.fan_out.num_outcomes)
-        if state.finish_prompt(row, top_candidates(logits, count)):
-            self._publisher.reply(np.array([row]))
-        if state.phase[row] == Phase.TABLE:
-            self._publisher.begin(np.array([row]))
-            self.statistics.tables += 1
+        rows = np.array([row])
+        drawn = self._draw(logits[None], rows, np.array([stop]), np.zeros(1, np.int64), state.shape.max_candidates)
+        state.finish_prompt(row, drawn, self.planner.plan.jit_depth)
+        if state.phase[row] == Phase.FORK:
+            self._publisher.reply(rows)
 
-    def _build_tables(self, forks: NDArray[np.int64]) -> None:
+    def _build_tables(self, forks: NDArray[np.int64]) -> int:
         """One step of all tables that are not complete, after beginning those of ``forks``."""
         state = self._rows
         if len(forks):
-            state.fork(forks)
+            self._branches.fork(forks, self.planner.plan)
             self._publisher.begin(forks)
             self.statistics.tables += len(forks)
         rows = state.in_phase(Phase.TABLE)
         if not len(rows):
-            return
-        step = state.next_step(rows)
-        top = top_candidates(self.engine.step(step), state.num_candidates)
-        glued, entries = state.take_step(step, top)
-        if len(glued) and self.fan_out.counts[-1]:
-            self._publisher.add_late_keys(glued)
-        self._publisher.write(entries)
+            return 0
+        step = self._branches.next_step(rows)
+        named, cells = self._branches.take_step(step, *self._drawn_in(step, self.engine.step(step)))
+        if len(named):
+            self._publisher.begin(named)
+        self._publisher.write(cells)
+        return len(rows)
+
+    def _drawn_in(self, step: BranchStep, logits: torch.Tensor) -> tuple[Drawn, Drawn]:
+        """What the live rows of a step draw, from ``logits`` [b, G, V]: trunks, and branches in the order of the step.
+
+        The outcomes of a chain that the draft model did not make may all be at one position: those trunks keep more
+        candidates.
+        """
+        state, (_, width) = self._rows, step.live.shape
+        rows, flat = np.repeat(step.slots, width), logits.flatten(0, 1)
+        positions = (step.prefix + step.depth + 1).ravel()
+        place = step.depth.copy()
+        place[:, 0] = step.prefix[:, 0] + 1 - state.committed[step.slots]
+        place = place.ravel()
+        drawn = self._draw(flat, rows, positions, place, self.planner.plan.num_candidates)
+        live, is_trunk = step.live.ravel(), np.arange(len(rows)) % width == 0
+        trunk = np.flatnonzero(live & is_trunk)
+        trunks, wide = drawn.pick(trunk), state.source[rows[trunk]] >= Source.SUFFIX
+        if wide.any():
+            at = trunk[wide]
+            index = torch.from_numpy(at).to(logits.device)
+            more = self._draw(flat[index], rows[at], positions[at], place[at], state.shape.max_candidates)
+            trunks = trunks.with_candidates(np.flatnonzero(wide), more.candidates)
+        return trunks, drawn.pick(np.flatnonzero(live & ~is_trunk))
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        place: NDArray[np.int64],
+        num_candidates: int,
+    ) -> Drawn:
+        """Draw a token at ``positions`` [n] of ``rows`` [n], which are places ``place`` of a speculation."""
+        lookahead = self._rows.lookahead
+        fan_out = self.planner.plan.counts[Source.HIT, lookahead, np.clip(place, 0, lookahead - 1)]
+        return self._drafter.draw(logits, rows, positions, fan_out, num_candidates)
+
+    # -- planning ----------------------------------------------------------------------------------
+
+    def _plan_at_leisure(self) -> None:
+        """Plan anew if that is due; the model has nothing to do."""
+        if self.planner.is_due():
+            self.planner.replan()
+            self._steps_since_due = 0
+
+    def _plan_if_overdue(self) -> None:
+        """Plan anew if that has been due for long without a moment of leisure."""
+        if self.planner.is_due():
+            self._steps_since_due += 1
+            if self._steps_since_due > _STEPS_WITHOUT_LEISURE:
+                self._plan_at_leisure()

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.rows import Settled
+from speculator_service.saguaro.sources import BACKUPS
 
 
 class OutcomeKind(StrEnum):
@@ -26,6 +27,8 @@ class OutcomeKind(StrEnum):
     """The verifier had no speculation in time, though its tokens were right."""
     DIVERGED = "diverged"
     """The verifier accepted tokens that were not sent to it."""
+    STOPPED = "stopped"
+    """A stop token: nothing follows."""
     UNSERVED = "unserved"
     """The sequence waits for room, is still being prefilled, or is lost: an empty speculation."""
 
@@ -57,8 +60,10 @@ class Statistics:
     outcomes: dict[OutcomeKind, int] = field(default_factory=lambda: dict.fromkeys(OutcomeKind, 0))
     steps: dict[StepKind, int] = field(default_factory=lambda: dict.fromkeys(StepKind, 0))
     step_seconds: dict[StepKind, float] = field(default_factory=lambda: dict.fromkeys(StepKind, 0.0))
+    backups: dict[int, int] = field(default_factory=lambda: dict.fromkeys(BACKUPS.values(), 0))
+    """Misses answered, by `Source` of the answer."""
     accepted: NDArray[np.int64] = field(init=False)
-    """[K + 1] outcomes by number of accepted tokens."""
+    """[K + 1] outcomes by number of accepted tokens; those with a stop token are left out."""
     accepted_hits: NDArray[np.int64] = field(init=False)
     """[K + 1] of these, hits (short or not)."""
 
@@ -68,18 +73,19 @@ class Statistics:
 
     def count_outcomes(self, accepted: NDArray[np.int64], settled: Settled, complete: NDArray[np.bool_]) -> None:
         """Count outcomes [b] of served sequences; ``complete``: the speculation needed no further draft step."""
-        hit, miss = settled.adopted, ~settled.adopted
+        hit, miss = settled.adopted, ~settled.adopted & ~settled.stopped
         other = miss & ~settled.kept & ~settled.diverged
         for kind, rows in (
             (OutcomeKind.HIT, hit & complete),
             (OutcomeKind.SHORT_HIT, hit & ~complete),
             (OutcomeKind.UNUSED, miss & settled.kept),
             (OutcomeKind.DIVERGED, miss & settled.diverged),
+            (OutcomeKind.STOPPED, settled.stopped),
             (OutcomeKind.NOT_STARTED, other & settled.predicted),
             (OutcomeKind.NOT_PREDICTED, other & ~settled.predicted),
         ):
             self.outcomes[kind] += int(rows.sum())
-        self.accepted += np.bincount(accepted, minlength=self.lookahead + 1)
+        self.accepted += np.bincount(accepted[~settled.stopped], minlength=self.lookahead + 1)
         self.accepted_hits += np.bincount(accepted[hit], minlength=self.lookahead + 1)
 
     def count_step(self, kind: StepKind, seconds: float) -> None:

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ssd_proto.records import Event, ProposalKind, Proposals, outcome_keys
-from ssd_proto.table import SpeculationTable
+from ssd_proto.records import GREEDY, Entries, Event, ProposalKind, Proposals, Sampling, outcome_keys
+from ssd_proto.table import SpeculationTable, TableRead
 
 
 class VerifierChannel(ABC):
@@ -24,7 +24,9 @@ class VerifierChannel(ABC):
     table: SpeculationTable
 
     @abstractmethod
-    def open_sequence(self, slot: int, generation: int, tokens: NDArray[np.integer]) -> None:
+    def open_sequence(
+        self, slot: int, generation: int, tokens: NDArray[np.integer], sampling: Sampling = GREEDY
+    ) -> None:
         """Post an `OpenSequence`."""
 
     @abstractmethod
@@ -51,12 +53,15 @@ class VerifierChannel(ABC):
         return time.monotonic()
 
     def lookup(self, outcomes: NDArray[np.void]) -> Proposals:
-        """Look posted outcomes [b] up without waiting: a row at full depth is a hit, -1 is unknown yet."""
+        """Look posted outcomes [b] up without waiting: an entry that is final is a hit, depth -1 is unknown yet.
+
+        A final entry of depth 0 (nothing may follow the outcome) is an answer too, of kind EMPTY.
+        """
         self.refresh()
-        depth, tokens = self._read_table(outcomes)
-        full = depth == self.table.shape.lookahead
-        kind = np.where(full, ProposalKind.HIT, ProposalKind.EMPTY).astype(np.int32)
-        return Proposals(np.where(full, depth, -1).astype(np.int32), tokens, kind)
+        found = self._read_table(outcomes)
+        found.discard(~found.is_final)
+        kind = np.where(found.depth > 0, ProposalKind.HIT, ProposalKind.EMPTY).astype(np.int32)
+        return Proposals(found.depth, found.tokens, kind, found.q)
 
     def wait(self, outcomes: NDArray[np.void], proposals: Proposals, timeout: float) -> Proposals:
         """Complete the rows of ``proposals`` that have depth -1; at most ``timeout`` seconds.
@@ -64,33 +69,34 @@ class VerifierChannel(ABC):
         Table and reply are both polled: an entry cut short is completed in either, whichever comes
         first.  Rows without an answer keep depth -1.  Spins: the verifier has nothing else to do.
         """
-        depth, tokens, kind = (array.copy() for array in proposals)
+        depth, tokens = proposals.depth.copy(), proposals.tokens.copy()
+        kind, q = proposals.kind.copy(), proposals.q.copy()
         missing = np.flatnonzero(depth < 0)
         was_started = np.zeros(len(depth), bool)
         deadline = time.monotonic() + timeout
         while len(missing):
             self.refresh()
-            table_depth, table_tokens = self._read_table(outcomes[missing])
-            reply_depth, reply_tokens = self.table.read_reply(*_address(outcomes[missing]))
-            was_started[missing] |= table_depth >= 0
-            full = table_depth == self.table.shape.lookahead
-            replied = reply_depth >= 0
-            answered = full | replied
-            depth[missing] = np.where(replied, reply_depth, np.where(full, table_depth, -1))
-            tokens[missing] = np.where(replied[:, None], reply_tokens, table_tokens)
+            table = self._read_table(outcomes[missing])
+            reply = self.table.read_reply(*_address(outcomes[missing]))
+            was_started[missing] |= table.depth >= 0
+            replied = reply.depth >= 0
+            for found, ready in ((table, table.is_final), (reply, replied)):
+                rows = missing[ready]
+                depth[rows], tokens[rows], q[rows] = found.depth[ready], found.tokens[ready], found.q[ready]
+            answered = table.is_final | replied
             done = missing[answered]
             kind[done] = np.where(was_started[done], ProposalKind.SHORT_HIT, ProposalKind.BACKUP)
             missing = missing[~answered]
             if len(missing) and time.monotonic() > deadline:
                 break
         kind[depth == 0] = ProposalKind.EMPTY
-        return Proposals(depth, tokens, kind)
+        return Proposals(depth, tokens, kind, q)
 
-    def _read_table(self, outcomes: NDArray[np.void]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _read_table(self, outcomes: NDArray[np.void]) -> TableRead:
         """`SpeculationTable.read`, absent where padding was accepted: the table continues the speculator's tokens."""
-        depth, tokens = self.table.read(*_address(outcomes))
-        depth[outcomes["num_accepted"] > outcomes["num_sent"]] = -1
-        return depth, tokens
+        found = self.table.read(*_address(outcomes))
+        found.discard(outcomes["num_accepted"] > outcomes["num_sent"])
+        return found
 
 
 class SpeculatorChannel(ABC):
@@ -121,38 +127,13 @@ class SpeculatorChannel(ABC):
         """Show the verifier that the thread that serves this channel is alive. Cheap; at least every second."""
 
     # Publishing: same meaning and arguments as the methods of `SpeculationTable`.  The defaults write to
-    # `table`; transports without shared memory have no table and override all four.
+    # `table`; transports without shared memory have no table and override both.
 
     def begin(self, slots: NDArray[np.integer], rounds: NDArray[np.integer], keys: NDArray[np.int64]) -> None:
         self.table.begin(slots, rounds, keys)
 
-    def add_keys(
-        self, slots: NDArray[np.integer], rounds: NDArray[np.integer], first_column: int, keys: NDArray[np.int64]
-    ) -> None:
-        self.table.add_keys(slots, rounds, first_column, keys)
-
-    def write(
-        self,
-        slots: NDArray[np.integer],
-        generations: NDArray[np.integer],
-        rounds: NDArray[np.integer],
-        columns: NDArray[np.integer],
-        keys: NDArray[np.int64],
-        depths: NDArray[np.integer],
-        tokens: NDArray[np.integer],
-    ) -> None:
-        self.table.write(slots, generations, rounds, columns, keys, depths, tokens)
-
-    def reply(
-        self,
-        slots: NDArray[np.integer],
-        generations: NDArray[np.integer],
-        rounds: NDArray[np.integer],
-        keys: NDArray[np.int64],
-        depths: NDArray[np.integer],
-        tokens: NDArray[np.integer],
-    ) -> None:
-        self.table.reply(slots, generations, rounds, keys, depths, tokens)
+    def write(self, entries: Entries) -> None:
+        self.table.write(entries)
 
     def flush(self) -> None:  # noqa: B027 - a transport that needs none inherits this one
         """Send what was published since the last flush (transports without shared memory)."""
@@ -160,6 +141,7 @@ class SpeculatorChannel(ABC):
 
 MAX_LOOKAHEAD: Final = 16
 MAX_OUTCOMES: Final = 1024
+MAX_KEPT: Final = 1024
 
 
 def _address(

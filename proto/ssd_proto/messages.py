@@ -40,6 +40,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     max_slots: int
     """Slots are 0..max_slots-1 (the verifier's request-pool indices)."""
     context_length: int
+    num_kept: int
+    """m: probabilities wanted per sampled token; must be the service's."""
     channels: list[str]
     """Acceptable channel kinds, best first."""
 
@@ -88,6 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     draft: ModelFingerprint
     lookahead: int
     num_outcomes: int
+    num_kept: int
     max_sequences: int
     context_length: int
     channel: ChannelOffer
@@ -117,6 +120,7 @@ class Info(msgspec.Struct, frozen=True, tag="info"):
     draft: ModelFingerprint
     lookahead: int
     fan_out: list[int]
+    num_kept: int
     max_sequences: int
     context_length: int
     device: str

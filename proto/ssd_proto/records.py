@@ -64,6 +64,27 @@ NO_KEY = -1
 """A table column without outcome."""
 
 
+class Sampling(NamedTuple):
+    """How the verifier draws the tokens of a sequence, as far as drafts can follow it. Never decides about the text."""
+
+    temperature: float = 0.0
+    """0: greedy. Above, and without ``shared_noise``, drafts are sampled and their q is sent."""
+    top_k: int = 0
+    """0: no limit."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """Of the sequence's draws, 0..2**63 - 1."""
+    shared_noise: bool = False
+    """The verifier takes argmax(log p + noise of ``seed``), drafts argmax(log q + the same noise); no q is sent."""
+    stop_tokens: tuple[int, ...] = ()
+    """At most `MAX_STOP_TOKENS` that end the sequence where they are drawn: no speculation follows them."""
+
+
+GREEDY = Sampling()
+MAX_STOP_TOKENS = 16
+
+
 class OpenSequence(NamedTuple):
     """Verifier -> speculator: speculate for this sequence from now on (replaces an older generation)."""
 
@@ -71,6 +92,7 @@ class OpenSequence(NamedTuple):
     generation: int
     tokens: NDArray[np.int32]
     """[L] prompt, and after a retraction the output so far; the next outcome is round 0."""
+    sampling: Sampling = GREEDY
 
 
 class CloseSequence(NamedTuple):
@@ -84,6 +106,63 @@ Event = OpenSequence | CloseSequence | NDArray[np.void]
 """What `SpeculatorChannel.poll` yields, in the order of posting; arrays are `outcome_dtype` batches."""
 
 
+class DraftProbs(NamedTuple):
+    """Distributions that drafts were sampled from, of n entries of a table. See `pack_probs` for the words."""
+
+    rows: NDArray[np.integer]
+    """[n] place in the table's memory for them: the speculator's row, 0..num_rows-1."""
+    words: NDArray[np.int64]
+    """[n, K, m] token and probability; meaningless past the depth."""
+
+
+def pack_probs(ids: NDArray[np.integer], probs: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Words ``float32 bits of q << 32 | token`` of sparse distributions; shapes are those of the arguments."""
+    bits = np.asarray(probs, np.float32).view(np.int32).astype(np.int64)
+    return (bits << 32) | np.asarray(ids, np.int64)
+
+
+def unpack_probs(words: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Inverse of `pack_probs`. A word that is 0 has no probability: nothing was sampled there."""
+    return (words & 0xFFFF_FFFF).astype(np.int32), (words >> 32).astype(np.int32).view(np.float32)
+
+
+class Entries(NamedTuple):
+    """Entries of speculation tables, n of them: what the speculator has drafted for outcomes so far."""
+
+    slots: NDArray[np.integer]
+    """[n]"""
+    generations: NDArray[np.integer]
+    """[n]"""
+    rounds: NDArray[np.integer]
+    """[n]"""
+    columns: NDArray[np.integer]
+    """[n] place in the table; ``num_outcomes`` is that of the reply."""
+    keys: NDArray[np.int64]
+    """[n] `outcome_keys`"""
+    depths: NDArray[np.integer]
+    """[n] tokens drafted, 0..K; 0 in a reply says that there is no speculation."""
+    is_final: NDArray[np.bool_]
+    """[n] whether the entry will not be continued, so that nobody need wait for more; a reply ends the wait anyway."""
+    tokens: NDArray[np.integer]
+    """[n, K] meaningless past the depth."""
+    q: DraftProbs | None = None
+    """What the tokens of all these entries were sampled from; None if they were not."""
+
+    def pick(self, mask: NDArray[np.bool_]) -> Entries:
+        """Those where ``mask`` [n] is true, without q."""
+        slots, generations, rounds, columns, keys, depths, is_final, tokens, _ = self
+        return Entries(
+            slots[mask],
+            generations[mask],
+            rounds[mask],
+            columns[mask],
+            keys[mask],
+            depths[mask],
+            is_final[mask],
+            tokens[mask],
+        )
+
+
 class Proposals(NamedTuple):
     """Answer to a batch of outcomes, row by row."""
 
@@ -93,3 +172,5 @@ class Proposals(NamedTuple):
     """[b, lookahead] valid up to ``depth``."""
     kind: NDArray[np.int32]
     """[b] `ProposalKind`."""
+    q: NDArray[np.int64]
+    """[b, lookahead, m] what ``tokens`` were sampled from (`pack_probs`); 0 where they were not, and past ``depth``."""

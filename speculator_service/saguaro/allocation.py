@@ -16,6 +16,8 @@ from speculator_service.saguaro.speedup import accepted_distribution
 
 _GUARD = 1e-9
 """Share of a unit that is rounding error of a float: 2.9999999996 means 3."""
+_NOISE = 1e-15
+"""Rise of the slope of a hit curve that is rounding error."""
 
 
 def geometric_fan_out(
@@ -115,14 +117,28 @@ def greedy_fan_out(budget: int, weights: NDArray[np.floating], hit_curves: NDArr
     check_at_least(0, budget=budget)
     if hit_curves.ndim != 2 or len(hit_curves) != len(weights):
         raise ValueError(f"hit_curves must have shape [{len(weights)}, F_max + 1], got {hit_curves.shape}.")
-    slopes = np.array([_concave_slopes(curve) for curve in np.diff(hit_curves, axis=1)])
+    slopes = np.array([_concave_slopes(increments) for increments in np.diff(hit_curves, axis=1)])
     gains = np.asarray(weights)[:, None] * slopes
     best = np.argsort(-np.round(gains, 15).ravel(), kind="stable")[:budget]
     return tuple(np.bincount(best // max(1, gains.shape[1]), minlength=len(weights)).tolist())
 
 
-def _concave_slopes(increments: NDArray[np.floating]) -> list[float]:
+def concave_majorant(hit_curves: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Least concave majorants of curves [K + 1, F_max + 1], for several calls of `greedy_fan_out`.
+
+    >>> concave_majorant(np.array([[0., 0., .8, .9]]))
+    array([[0. , 0.4, 0.8, 0.9]])
+    """
+    majorants = np.array(hit_curves, np.float64)
+    for curve in majorants:
+        curve[1:] = curve[0] + np.cumsum(_concave_slopes(np.diff(curve)))
+    return majorants
+
+
+def _concave_slopes(increments: NDArray[np.floating]) -> NDArray[np.floating]:
     """Increments [F_max] of the least concave majorant of a curve, from the curve's own (pool adjacent violators)."""
+    if (np.diff(increments) <= _NOISE).all():
+        return increments
     blocks: list[tuple[float, int]] = []  # (sum, length), means falling
     for increment in increments.tolist():
         total, length = increment, 1
@@ -130,7 +146,7 @@ def _concave_slopes(increments: NDArray[np.floating]) -> list[float]:
             before = blocks.pop()
             total, length = total + before[0], length + before[1]
         blocks.append((total, length))
-    return [total / length for total, length in blocks for _ in range(length)]
+    return np.array([total / length for total, length in blocks for _ in range(length)])
 
 
 def expected_hit_rate(fan_out: Sequence[int], weights: NDArray[np.floating], hit_curves: NDArray[np.floating]) -> float:

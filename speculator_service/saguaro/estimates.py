@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.saguaro.domain import check_at_least, check_positive, check_probabilities
-from speculator_service.saguaro.speedup import accepted_distribution, expected_tokens
+from speculator_service.saguaro.speedup import expected_tokens
 
 
 class PowerLaw(NamedTuple):
@@ -41,9 +41,11 @@ class OutcomeEstimates:
     """Acceptance rates and hit curves per source.
 
     The hit curve is a Kaplan-Meier estimate, as it is often known only that the bonus token was not among the
-    candidates looked at ("censored"), and how many were looked at changes with the fan-out. Every number begins
-    with a prior that weighs as much as ``prior_weight`` outcomes; for the curves it is the power law fitted to
-    all positions of the source.
+    candidates looked at ("censored"), and how many were looked at changes with the fan-out. So is acceptance by
+    position, as speculations may be shorter than K. Where all tokens were accepted, however many there were, the
+    bonus token comes from p itself and not from a residual: that is curve K. Every number begins with a prior that
+    weighs as much as ``prior_weight`` outcomes; for the curves it is the power law fitted to all positions of the
+    source.
 
     Args:
         lookahead: K >= 1.
@@ -82,10 +84,10 @@ class OutcomeEstimates:
         self._prior_acceptance, self._prior_law, self._prior_weight = prior_acceptance_rate, prior_law, prior_weight
         self._accepted = np.zeros((num_sources, lookahead + 1))
         """[S, K + 1] outcomes by k."""
-        self._rejections = np.zeros(num_sources)
-        """[S] outcomes in which a token was rejected."""
+        self._rejections = np.zeros((num_sources, lookahead))
+        """[S, K] outcomes in which token k + 1 was rejected."""
         self._hits = np.zeros((num_sources, lookahead + 1, max_fan_out))
-        """[S, K + 1, M] outcomes by k and rank of the bonus token."""
+        """[S, K + 1, M] outcomes by position and rank of the bonus token; position K: nothing was rejected."""
         self._at_risk = np.zeros((num_sources, lookahead + 1, max_fan_out))
         """[S, K + 1, M] outcomes in which it was seen whether the bonus token has this rank, and no lower one."""
 
@@ -104,7 +106,7 @@ class OutcomeEstimates:
             num_accepted: k.
             num_sent: tokens that were verified, k..K.
             rank: place from 0 of the bonus token among the draft's candidates at position k, without the token
-                sent there; -1: not among the ``num_known`` first.
+                sent there (none if k = ``num_sent``); -1: not among the ``num_known`` first.
             num_known: candidates that were looked at: F_k if only hits are seen, 0 if none.
         """
         if not len(source):
@@ -112,13 +114,16 @@ class OutcomeEstimates:
         sources, positions, ranks = self._hits.shape
         decay = 0.5 ** (np.bincount(source, minlength=sources) / self._half_life)
         self._accepted *= decay[:, None]
-        self._rejections *= decay
+        self._rejections *= decay[:, None]
         self._hits *= decay[:, None, None]
         self._at_risk *= decay[:, None, None]
 
         cell = source * positions + num_accepted
         self._accepted += np.bincount(cell, minlength=sources * positions).reshape(sources, positions)
-        self._rejections += np.bincount(source[num_accepted < num_sent], minlength=sources)
+        rejected = num_accepted < num_sent
+        rejections = np.bincount(cell[rejected], minlength=sources * positions).reshape(sources, positions)
+        self._rejections += rejections[:, :-1]
+        cell = np.where(rejected, cell, source * positions + positions - 1)
         hit = (rank >= 0) & (rank < ranks)
         self._hits += np.bincount(cell[hit] * ranks + rank[hit], minlength=self._hits.size).reshape(self._hits.shape)
         seen = np.where(rank >= 0, rank + 1, num_known).clip(0, ranks)
@@ -133,19 +138,24 @@ class OutcomeEstimates:
     def acceptance_rate(self, source: int) -> float:
         """a: accepted tokens among those that were decided on (maximum likelihood for Theorem 1's geometric law)."""
         accepted = float(self._accepted[source] @ np.arange(self.lookahead + 1))
-        decided = accepted + float(self._rejections[source])
+        decided = accepted + float(self._rejections[source].sum())
         return (accepted + self._prior_weight * self._prior_acceptance) / (decided + self._prior_weight)
 
+    def acceptance_by_position(self, source: int) -> NDArray[np.float64]:
+        """[K] probability that token k + 1 is accepted, given that it was sent and those before it are accepted."""
+        accepted = self._accepted[source, :0:-1].cumsum()[::-1]  # outcomes with more than k accepted tokens
+        prior = self._prior_weight * self.acceptance_rate(source)
+        rates: NDArray[np.float64] = (accepted + prior) / (accepted + self._rejections[source] + self._prior_weight)
+        return rates
+
     def position_weights(self, source: int) -> NDArray[np.float64]:
-        """[K + 1] P(k accepted), measured; not geometric if acceptance changes along the speculation."""
-        prior = self._prior_weight * accepted_distribution(self.acceptance_rate(source), self.lookahead)
-        weights: NDArray[np.float64] = (self._accepted[source] + prior) / (
-            self.num_outcomes(source) + self._prior_weight
-        )
+        """[K + 1] P(k accepted) for K tokens, measured; not geometric if acceptance changes along the speculation."""
+        rates = self.acceptance_by_position(source)
+        weights: NDArray[np.float64] = np.append(1.0, rates.cumprod()) * np.append(1 - rates, 1.0)
         return weights
 
     def expected_tokens(self, source: int) -> float:
-        """E: tokens of a round that verifies a speculation of this source, the bonus token included."""
+        """E: tokens of a round that verifies a speculation of this source, however short, and its bonus token."""
         tokens = float(self._accepted[source] @ np.arange(1, self.lookahead + 2))
         prior = self._prior_weight * expected_tokens(self.acceptance_rate(source), self.lookahead)
         return (tokens + prior) / (self.num_outcomes(source) + self._prior_weight)
@@ -166,7 +176,10 @@ class OutcomeEstimates:
         return PowerLaw(float(np.exp(min(intercept, 0.0))), float(max(-slope, 0.01)))
 
     def hit_curves(self, source: int, max_fan_out: int) -> NDArray[np.float64]:
-        """[K + 1, max_fan_out + 1] h_k(F), F = 0..max_fan_out: rising, measured where there is data."""
+        """[K + 1, max_fan_out + 1] h_k(F), F = 0..max_fan_out: rising, measured where there is data.
+
+        Row k < K: where token k + 1 was rejected; row K: where nothing was.
+        """
         check_at_least(0, max_fan_out=max_fan_out)
         law = self.power_law(source).hazards(max_fan_out)
         hazards = np.tile(law, (self.lookahead + 1, 1))

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from speculator_service.saguaro.fan_out import FanOut
 from ssd_proto.records import NO_KEY, outcome_keys
 
 _SCAN_AT_MOST = 8
@@ -45,81 +44,58 @@ def _scan(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     return result.reshape(*logits.shape[:-1], count)
 
 
-def predict_bonus_tokens(
-    candidates: NDArray[np.int64], sent: NDArray[np.int64], columns_accepted: NDArray[np.int64], rank: NDArray[np.int64]
+def rank_candidates(
+    candidates: NDArray[np.int64], sent: NDArray[np.int64], stop_tokens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Bonus tokens at positions where a token was sent: the best candidates without that token.
+    """Candidates for the bonus token, without those that are not worth a branch.
 
-    Where s_{k+1} was sent it cannot be the bonus token: it would have been accepted.
+    Where s_{k+1} was sent it cannot be the bonus token: it would have been accepted.  Nothing follows a stop token.
 
     Args:
-        candidates: [b, K, M] tokens at positions 0..K-1, best first; M > every rank asked for, unless M = V.
-        sent: [b, K] s_1..s_K; the token sent at position k is ``sent[:, k]``. -1: nothing was sent there.
-        columns_accepted: [n] k < K of each column wanted.
-        rank: [n] place among the remaining candidates, from 0.
+        candidates: [b, P, M] tokens at P positions, best first; -1: none.
+        sent: [b, P] token sent at each position; -1: nothing was sent there.
+        stop_tokens: [b, n] that end the sequence; -1: none.
 
     Returns:
-        [b, n] tokens; -1 where there are not that many candidates.
+        [b, P, M] those that are left, best first, then -1.
+
+    >>> rank_candidates(np.array([[[4, 7, 2, 9]]]), np.array([[7]]), np.array([[2]])).tolist()
+    [[[4, 9, -1, -1]]]
     """
-    num_candidates = candidates.shape[2]
-    is_sent = candidates == sent[:, :, None]
-    place = np.where(is_sent.any(2), is_sent.argmax(2), num_candidates)  # [b, K] of the sent token
-    wanted = rank + (rank >= place[:, columns_accepted])  # [b, n]
-    rows = np.arange(len(candidates))[:, None]
-    tokens = candidates[rows, columns_accepted, np.minimum(wanted, num_candidates - 1)]
-    return np.where(wanted < num_candidates, tokens, -1)
+    excluded = (candidates < 0) | (candidates == sent[:, :, None])
+    excluded |= (candidates[..., None] == stop_tokens[:, None, None, :]).any(-1)
+    order = np.argsort(excluded, axis=-1, kind="stable")
+    ranked = np.take_along_axis(candidates, order, -1)
+    return np.where(np.take_along_axis(excluded, order, -1), -1, ranked)
 
 
-def predict_outcomes(candidates: NDArray[np.int64], sent: NDArray[np.int64], fan_out: FanOut) -> NDArray[np.int64]:
-    """Keys of all outcomes with k < K, in column order.
+def outcome_columns(
+    ranked: NDArray[np.int64], accepted: NDArray[np.int64], rank: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Keys of the outcomes of a table.
 
     Args:
-        candidates: [b, K, M], see `predict_bonus_tokens`.
-        sent: [b, K].
+        ranked: [b, P, M] from `rank_candidates`, position k in place k.
+        accepted: [b, B] k of each column, 0..P-1; -1: the column is unused.
+        rank: [b, B] place of the column's bonus token among the ranked candidates.
 
     Returns:
-        [b, first_late] keys (`ssd_proto.records.outcome_keys`), `NO_KEY` where there is no candidate.
+        [b, B] keys (`ssd_proto.records.outcome_keys`), `NO_KEY` where there is no candidate.
 
-    >>> logits = torch.tensor([[[5., 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]])
-    >>> keys = predict_outcomes(top_candidates(logits, 4), np.array([[0, 5]]), FanOut((2, 1, 3)))
+    >>> logits = torch.tensor([[[5., 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [1, 5, 2, 4, 3, 0]]])
+    >>> ranked = rank_candidates(top_candidates(logits, 5), np.array([[0, 5, -1]]), np.empty((1, 0), np.int64))
+    >>> keys = outcome_columns(ranked, np.array([[0, 0, 1, 2, 2, 2]]), np.array([[0, 1, 0, 0, 1, 2]]))
     >>> (keys & 0xFFFFFFFF).tolist()
-    [[1, 2, 4]]
+    [[1, 2, 4, 1, 3, 4]]
     """
-    early = slice(0, fan_out.first_late)
-    accepted = fan_out.accepted[early]
-    return _keys(accepted, predict_bonus_tokens(candidates, sent, accepted, fan_out.rank[early]))
+    rows = np.arange(len(ranked))[:, None]
+    available = ranked.shape[2]
+    tokens = ranked[rows, np.maximum(accepted, 0), np.minimum(rank, available - 1)]
+    exists = (accepted >= 0) & (rank < available) & (tokens >= 0)
+    return np.where(exists, outcome_keys(np.maximum(accepted, 0), np.maximum(tokens, 0)), NO_KEY)
 
 
-def predict_all_accepted(candidates: NDArray[np.int64], fan_out: FanOut) -> NDArray[np.int64]:
-    """Keys of the outcomes with k = K: nothing was sent at position K, so nothing is left out.
-
-    Args:
-        candidates: [b, M] tokens at position K, best first.
-
-    Returns:
-        [b, F_K] keys, `NO_KEY` where there is no candidate.
-    """
-    return _keys(np.array(fan_out.lookahead), _padded(candidates, fan_out.counts[-1]))
-
-
-def predict_first_outcomes(candidates: NDArray[np.int64], fan_out: FanOut) -> NDArray[np.int64]:
-    """Keys of the outcomes when nothing was sent (the first round): k is 0, so all columns go there.
-
-    Args:
-        candidates: [b, M] tokens after the committed ones, best first.
-
-    Returns:
-        [b, num_outcomes] keys, `NO_KEY` where there is no candidate.
-    """
-    return _keys(np.array(0), _padded(candidates, fan_out.num_outcomes))
-
-
-def _padded(candidates: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    tokens = np.full((len(candidates), count), -1, np.int64)
-    available = min(count, candidates.shape[1])
-    tokens[:, :available] = candidates[:, :available]
-    return tokens
-
-
-def _keys(accepted: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.where(tokens >= 0, outcome_keys(accepted, tokens), NO_KEY)
+def bonus_rank(ranked: NDArray[np.int64], bonus: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the bonus tokens [b] stand among ``ranked`` [b, M]: rank [b] (-1: absent) and how many there were [b]."""
+    found = ranked == bonus[:, None]
+    return np.where(found.any(1), found.argmax(1), -1), (ranked >= 0).sum(1)

@@ -32,10 +32,12 @@ def draft_distribution(
     temperature: torch.Tensor,
     *,
     num_kept: int,
+    num_sampled: torch.Tensor | None = None,
     fan_out: torch.Tensor | int = 0,
-    downweight: float = 1.0,
+    downweight: torch.Tensor | float = 1.0,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
 ) -> SparseDistribution:
     """sigma_{F,C} of the draft logits (Definition 14), restricted to the m most likely tokens.
 
@@ -48,10 +50,12 @@ def draft_distribution(
         logits: [n, V], any float type; -inf excludes a token. Not all of a row may be excluded.
         temperature: [n] T >= 0; 0: greedy, all probability on the most likely token, whatever C is.
         num_kept: m >= 1; V is enough. Larger is closer to p, smaller is less to send.
+        num_sampled: [n] tokens that may have a probability, if that is less than are to be returned.
         fan_out: F >= 0, one or [n]: the fan-out F_k of the position for which the token is drawn.
-        downweight: C in [0, 1]; 1 changes nothing.
+        downweight: C in [0, 1], one or [n]; 1 changes nothing.
         top_k: [n] kept tokens at most; 0 or less: no limit.
         top_p: [n] in (0, 1]: the fewest most likely tokens whose sum reaches it, measured after top-k.
+        min_p: [n] in [0, 1]: least probability of a kept token, as a share of the largest.
 
     Returns:
         ids and probs of shape [n, min(m, V)], on the device of the logits.
@@ -64,12 +68,15 @@ def draft_distribution(
     tensor([[0.0000, 0.7311, 0.2689]])
     """
     check_at_least(1, num_kept=num_kept)
-    check_probabilities(downweight=downweight)
+    if not isinstance(downweight, torch.Tensor):
+        check_probabilities(downweight=downweight)
     values, ids = _most_likely(logits, min(num_kept, logits.shape[-1]))
     greedy = (temperature == 0).unsqueeze(-1)
     scale = torch.where(greedy, 1.0, temperature.unsqueeze(-1)).float()
     scores = values.float() / scale
     rank = torch.arange(ids.shape[-1], device=ids.device)
+    if num_sampled is not None:
+        scores = scores.masked_fill(rank >= num_sampled.unsqueeze(-1), -math.inf)
     if top_k is not None:
         limit = top_k.unsqueeze(-1)
         scores = scores.masked_fill((limit > 0) & (rank >= limit), -math.inf)
@@ -77,8 +84,11 @@ def draft_distribution(
         log_normalizer = _log_normalizer(logits, scale, scores, top_k)
         probs = (scores - log_normalizer).exp()
         scores = scores.masked_fill(probs.cumsum(-1) - probs >= top_p.unsqueeze(-1), -math.inf)
-    if downweight < 1:
-        scores = _downweighted(scores, rank, fan_out, downweight)
+    if min_p is not None:
+        scores = scores.masked_fill(scores < scores[:, :1] + min_p.unsqueeze(-1).log(), -math.inf)
+    if isinstance(downweight, torch.Tensor) or downweight < 1:
+        factor = torch.as_tensor(downweight, dtype=torch.float32, device=scores.device)
+        scores = _downweighted(scores, rank, fan_out, factor.expand(len(scores)))
     probs = torch.where(greedy, (rank == 0).float(), scores.softmax(-1))
     return SparseDistribution(ids.to(torch.int32), probs)
 
@@ -130,10 +140,10 @@ def _log_normalizer(
 
 
 def _downweighted(
-    scores: torch.Tensor, rank: torch.Tensor, fan_out: torch.Tensor | int, downweight: float
+    scores: torch.Tensor, rank: torch.Tensor, fan_out: torch.Tensor | int, downweight: torch.Tensor
 ) -> torch.Tensor:
     """``scores + log C`` for the first F tokens; unchanged rows where that leaves nothing."""
     first = rank < (fan_out.unsqueeze(-1) if isinstance(fan_out, torch.Tensor) else fan_out)
-    lowered = scores.masked_fill(first, -math.inf) if downweight == 0 else scores + math.log(downweight) * first
+    lowered = torch.where(first, scores + downweight.log().unsqueeze(-1), scores)
     nothing_left = (lowered == -math.inf).all(-1, keepdim=True)
     return torch.where(nothing_left, scores, lowered)

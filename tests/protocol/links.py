@@ -17,10 +17,10 @@ from ssd_proto.channels.shm import RING_BYTES, ShmSpeculatorChannel, ShmVerifier
 from ssd_proto.channels.zmq import ZmqHub, ZmqVerifierChannel
 from ssd_proto.doorbell import Doorbell
 from ssd_proto.host import new_incarnation
-from ssd_proto.records import Event, outcome_dtype
+from ssd_proto.records import DraftProbs, Entries, Event, OpenSequence, outcome_dtype, outcome_keys
 from ssd_proto.table import TableShape
 
-SHAPE = TableShape(num_slots=6, num_outcomes=5, lookahead=4)
+SHAPE = TableShape(num_slots=6, num_outcomes=5, lookahead=4, num_kept=3, num_rows=7)
 T = TypeVar("T")
 
 PATIENCE_S = 10.0
@@ -99,10 +99,30 @@ def outcome_batch(shape: TableShape, slots: list[int], generation: int = 1, roun
     return outcomes
 
 
+def entries_for(
+    outcomes: NDArray[np.void],
+    columns: int | NDArray[np.integer],
+    depths: NDArray[np.integer],
+    is_final: NDArray[np.bool_],
+    tokens: NDArray[np.integer],
+    q: DraftProbs | None = None,
+) -> Entries:
+    """Entries of these outcomes; ``columns`` may be one for all."""
+    keys = outcome_keys(outcomes["num_accepted"], outcomes["bonus"])
+    places = np.broadcast_to(columns, len(outcomes))
+    at = outcomes["slot"], outcomes["generation"], outcomes["round"]
+    return Entries(*at, places, keys, depths, is_final, tokens, q)
+
+
 def same_event(got: Event, expected: Event) -> bool:
     if isinstance(expected, np.ndarray):
         return isinstance(got, np.ndarray) and got.dtype == expected.dtype and bool((got == expected).all())
-    return type(got) is type(expected) and all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+    if isinstance(expected, OpenSequence):
+        return isinstance(got, OpenSequence) and (
+            (got.slot, got.generation, got.sampling) == (expected.slot, expected.generation, expected.sampling)
+            and np.array_equal(got.tokens, expected.tokens)
+        )
+    return type(got) is type(expected) and got == expected
 
 
 def channel_names(creator: int | None = None) -> set[str]:

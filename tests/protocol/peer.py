@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from ssd_proto.channel import SpeculatorChannel
 from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
 from ssd_proto.channels.zmq import ZmqHub, ZmqVerifierChannel
-from ssd_proto.records import outcome_dtype, outcome_keys
+from ssd_proto.records import DraftProbs, Entries, outcome_dtype, outcome_keys
 from ssd_proto.table import TableShape
 
-SHAPE = TableShape(num_slots=4, num_outcomes=8, lookahead=6)
+SHAPE = TableShape(num_slots=4, num_outcomes=8, lookahead=6, num_kept=5, num_rows=4)
 INCARNATION = 4711
 NUM_ROUNDS = 4
 LIFETIME_S = 60.0
@@ -30,13 +30,26 @@ def expected_tokens(
     return (identity[:, None] * 7919 + np.arange(SHAPE.lookahead) * 104_729) % 1_000_003
 
 
+def expected_probs(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n, K, m] words of q of [n, K] tokens."""
+    return tokens[:, :, None] * 1009 + np.arange(SHAPE.num_kept)
+
+
+def is_sampled(columns: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Every other column."""
+    return columns % 2 == 1
+
+
 def outcome_of(column: int) -> int:
     """Key of the outcome in ``column``."""
     return int(outcome_keys(np.array(column % (SHAPE.lookahead + 1)), np.array(500 + column)))
 
 
 def publish_forever(channel: SpeculatorChannel) -> None:
-    """Rewrite all entries, round after round, as fast as possible: no lock-step, so readers do see torn ones."""
+    """Rewrite all entries, round after round, as fast as possible: no lock-step, so readers do see torn ones.
+
+    Rows of q wander from slot to slot.
+    """
     columns = np.tile(np.arange(SHAPE.num_outcomes), SHAPE.num_slots)
     slots = np.repeat(np.arange(SHAPE.num_slots), SHAPE.num_outcomes)
     keys = np.array([outcome_of(column) for column in columns])
@@ -49,8 +62,14 @@ def publish_forever(channel: SpeculatorChannel) -> None:
         channel.begin(
             np.arange(SHAPE.num_slots), rounds[: SHAPE.num_slots], keys.reshape(SHAPE.num_slots, SHAPE.num_outcomes)
         )
-        channel.write(slots, generations, rounds, columns, keys, depths, expected_tokens(slots, rounds, keys, depths))
-        channel.reply(slots[::8], generations[::8], rounds[::8], keys[::8], depths[::8], np.zeros((4, SHAPE.lookahead)))
+        tokens = expected_tokens(slots, rounds, keys, depths)
+        rows = (slots + number) % SHAPE.num_rows
+        entries = Entries(slots, generations, rounds, columns, keys, depths, depths % 2 == 0, tokens)
+        for part in (is_sampled(columns), ~is_sampled(columns)):
+            q = DraftProbs(rows[part], expected_probs(tokens[part])) if is_sampled(columns[part]).all() else None
+            channel.write(entries.pick(part)._replace(q=q))
+        reply = Entries(*(array[::8] for array in entries[:-1]))
+        channel.write(reply._replace(columns=np.full(4, SHAPE.num_outcomes)))
         channel.flush()
         channel.beat()
         while channel.poll() is not None:

@@ -49,6 +49,10 @@ def test_table(link: Link) -> None:
     conformance.check_table(link)
 
 
+def test_sampled_table(link: Link) -> None:
+    conformance.check_sampled_table(link)
+
+
 @kinds
 def test_other_incarnation(kind: str) -> None:
     conformance.check_other_incarnation(kind)
@@ -56,6 +60,14 @@ def test_other_incarnation(kind: str) -> None:
 
 def test_lookup_and_wait(link: Link) -> None:
     conformance.check_lookup_and_wait(link)
+
+
+def test_short_entries(link: Link) -> None:
+    conformance.check_short_entries(link)
+
+
+def test_accepted_padding(link: Link) -> None:
+    conformance.check_accepted_padding(link)
 
 
 def test_wait_ends(link: Link) -> None:

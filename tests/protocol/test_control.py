@@ -24,7 +24,7 @@ MODEL = ModelFingerprint("model", "LlamaForCausalLM", 2048, "digest")
 
 
 def hello(version: int = PROTOCOL_VERSION) -> Hello:
-    return Hello(version, 5, "test", "host", MODEL, 4, 8, 1024, ["shm", "zmq"])
+    return Hello(version, 5, "test", "host", MODEL, 4, 8, 1024, 32, ["shm", "zmq"])
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -18,7 +18,7 @@ from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
 from ssd_proto.channels.zmq import ZmqHub, ZmqVerifierChannel
 from ssd_proto.doorbell import Doorbell
 from ssd_proto.errors import ChannelClosed, ChannelFull, ConfigError, ProtocolError
-from ssd_proto.records import OpenSequence
+from ssd_proto.records import DraftProbs, Entries, OpenSequence
 from ssd_proto.table import TableShape
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -58,23 +58,23 @@ def test_damaged_record(shm: Link, byte: int) -> None:
 
 @pytest.mark.parametrize("tail", [-8, 4097, 2**62])
 def test_damaged_counters(shm: Link, tail: int) -> None:
-    shm.verifier._words[8] = tail
+    shm.verifier._words[16] = tail
     with pytest.raises(ProtocolError):
         shm.speculator.poll()
-    shm.verifier._words[16] = 12345
+    shm.verifier._words[24] = 12345
     with pytest.raises(ProtocolError):
         shm.verifier.post(outcome_batch(SHAPE, [0]))
 
 
 def test_record_announced_but_not_written(shm: Link) -> None:
-    shm.verifier._words[8] = 64
+    shm.verifier._words[16] = 64
     with pytest.raises(ProtocolError):
         shm.speculator.poll()
 
 
 def test_prompt_larger_than_the_ring(shm: Link) -> None:
     """Is refused as any other back-pressure, and does not spoil what follows."""
-    longest = (4096 - 24) // 4
+    longest = (4096 - 16 - 52) // 4
     for _ in range(2):
         with pytest.raises(ChannelFull):
             shm.verifier.open_sequence(0, 0, np.arange(longest + 1))
@@ -104,9 +104,13 @@ def test_attach_checks_what_was_agreed() -> None:
     try:
         for shape, incarnation in (
             (SHAPE, 78),
-            (TableShape(6, 5, 5), 77),
-            (TableShape(6, 6, 4), 77),
-            (TableShape(7, 5, 4), 77),
+            (TableShape(6, 5, 5, 3, 7), 77),
+            (TableShape(6, 6, 4, 3, 7), 77),
+            (TableShape(7, 5, 4, 3, 7), 77),
+            (TableShape(6, 5, 4, 2, 7), 77),
+            (TableShape(6, 5, 4, 3, 8), 77),
+            (TableShape(6, 5, 4, 7, 3), 77),
+            (TableShape(6, 5, 4), 77),
         ):
             with pytest.raises(ProtocolError, match="agreed"):
                 ShmVerifierChannel.attach(channel.address, shape, incarnation, "")
@@ -228,26 +232,37 @@ def test_hostile_publications(hub: ZmqHub, connect: Connect) -> None:
     """Every index and size is checked before the mirror is touched; valid frames before and after do arrive."""
     at, key, tokens = np.array([0]), np.array([5]), np.ones((1, 4), int)
 
-    def entry(slot: int = 0, round_: int = 0, column: int = 0, depth: int = 1) -> bytes:
+    def entry(slot: int = 0, round_: int = 0, column: int = 0, depth: int = 1, q: DraftProbs | None = None) -> bytes:
         slots, rounds, columns, depths = (np.array([value]) for value in (slot, round_, column, depth))
-        return entries_frame(slots, at, rounds, columns, key, depths, tokens)
+        return entries_frame(Entries(slots, at, rounds, columns, key, depths, at > 0, tokens, q))
+
+    def probs(row: int, *size: int) -> DraftProbs:
+        return DraftProbs(np.array([row]), np.ones((1, *size), np.int64))
 
     hostile = [
-        *(entry(slot=slot) for slot in (-1, 6, 2**31 - 1)),
-        *(entry(column=column) for column in (-1, 6)),
-        *(entry(depth=depth) for depth in (-1, 5)),
+        *(entry(slot=slot, q=q) for slot in (-1, 6, 2**31 - 1) for q in (None, probs(0, 4, 3))),
+        *(entry(column=column, q=q) for column in (-1, 6) for q in (None, probs(0, 4, 3))),
+        *(entry(depth=depth, q=q) for depth in (-1, 5) for q in (None, probs(0, 4, 3))),
         entry(round_=-1),
         entry()[:-1],
         entry() + b"\0",
-        entries_frame(at, at, at, at, key, at, np.ones((1, 5), int)),
-        keys_frame(at, at, 1, np.ones((1, 5), np.int64)),
-        keys_frame(at, at, -1, np.ones((1, 2), np.int64)),
-        keys_frame(at - 1, at, 0, np.ones((1, 5), np.int64)),
-        keys_frame(at, at - 1, 0, np.ones((1, 5), np.int64)),
+        *(entry(q=probs(row, 4, 3)) for row in (-1, 7, 2**31 - 1)),
+        *(entry(q=probs(0, *size)) for size in ((4, 2), (4, 4), (3, 3), (5, 3), (4, 0))),
+        entry(q=probs(0, 4, 3))[:-1],
+        entry(q=probs(0, 4, 3)) + b"\0",
+        b"\x02" + entry(q=probs(0, 4, 3))[1:],
+        b"\x03" + entry()[1:],
+        entries_frame(Entries(at, at, at, at, key, at, at > 0, np.ones((1, 5), int))),
+        keys_frame(at, at, np.ones((1, 4), np.int64)),
+        keys_frame(at, at, np.ones((1, 6), np.int64)),
+        keys_frame(at - 1, at, np.ones((1, 5), np.int64)),
+        keys_frame(at, at - 1, np.ones((1, 5), np.int64)),
+        b"\x04" + entry()[1:],
         b"\x03" + bytes(15),
         b"x",
-        b"\x02\0\0\0\xff\xff\xff\xff" + bytes(8),
-        b"\x02\0\0\0\xff\xff\xff\x7f\0\0\0\0\x04\0\0\0",
+        b"\x02\0\0\0\xff\xff\xff\xff\x04\0\0\0" + bytes(4),
+        b"\x02\0\0\0\xff\xff\xff\x7f\x04\0\0\0" + bytes(4),
+        b"\x03\0\0\0\xff\xff\xff\x7f\x04\0\0\0" + bytes(4),
     ]
     for frame in hostile:
         channel = hub.channel(SHAPE, 9)
@@ -264,10 +279,32 @@ def test_hostile_publications(hub: ZmqHub, connect: Connect) -> None:
             return None
 
         eventually(refused)
-        assert not verifier.table._entries.any()
-        assert not verifier.table._keys.any()
+        for part in ("_entries", "_keys", "_probs"):
+            assert not getattr(verifier.table, part).any()
         verifier.close()
         channel.close()
+
+
+def test_all_entries_at_once_are_not_too_much(hub: ZmqHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier's limit on messages makes room for the largest write that a table of its shape allows."""
+    monkeypatch.setattr("ssd_proto.channels.zmq._MAX_MESSAGE_BYTES", 1000)
+    shape = TableShape(num_slots=8, num_outcomes=10, lookahead=4, num_kept=64, num_rows=8)
+    channel = hub.channel(shape, 9)
+    slots, columns = (grid.ravel() for grid in np.meshgrid(np.arange(8), np.arange(10)))
+    rounds, depths = np.zeros(80, int), np.full(80, 4)
+    q = DraftProbs(slots, np.ones((80, 4, 64), np.int64))
+    with closing(ZmqVerifierChannel(hub.endpoint, shape, 9)) as verifier:
+        verifier.close_sequence(0, 0)
+        eventually(channel.poll)
+        tokens = np.ones((80, 4), int)
+        channel.write(Entries(slots, rounds, rounds, columns, columns, depths, depths > 0, tokens, q))
+        channel.flush()
+
+        def arrived() -> bool | None:
+            verifier.refresh()
+            return bool(verifier.table._probs[:, 0, :10].all()) or None
+
+        eventually(arrived)
 
 
 def test_flood(hub: ZmqHub, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
 from ssd_proto.channels.zmq import ZmqHub, ZmqVerifierChannel
 from ssd_proto.doorbell import Bell, Doorbell
 from ssd_proto.errors import ChannelClosed, ChannelFull
-from ssd_proto.records import OpenSequence, outcome_dtype
+from ssd_proto.records import Entries, OpenSequence, outcome_dtype
 
 pytestmark = pytest.mark.filterwarnings("error")
 kinds = pytest.mark.parametrize("kind", CHANNEL_KINDS)
@@ -60,25 +60,29 @@ def post_without_end(channel: VerifierChannel) -> None:
 def test_torn_reads(kind: str) -> None:
     """A process rewrites the table without pause while we read it: what is accepted is right in every word."""
     rng = np.random.default_rng(5)
-    accepted = rejected = 0
+    accepted, rejected = np.zeros(2, int), 0
     with process("publisher", kind) as (child, offer):
         channel = connect(kind, child, offer)
         eventually(lambda: channel.last_beat() or None)
         start = time.monotonic()
-        while time.monotonic() < start + 1 or (min(accepted, rejected) < 300 and time.monotonic() < start + 20):
+        while time.monotonic() < start + 1 or (min(*accepted, rejected) < 300 and time.monotonic() < start + 20):
             slots = rng.integers(0, peer.SHAPE.num_slots, 32)
             rounds = rng.integers(0, peer.NUM_ROUNDS, 32)
-            keys = np.array([peer.outcome_of(column) for column in rng.integers(0, peer.SHAPE.num_outcomes, 32)])
+            columns = rng.integers(0, peer.SHAPE.num_outcomes, 32)
+            keys = np.array([peer.outcome_of(column) for column in columns])
             channel.refresh()
-            depth, tokens = channel.table.read(slots, np.ones(32, int), rounds, keys)
-            valid = depth >= 0
-            accepted += int(valid.sum())
+            depth, is_final, tokens, q = channel.table.read(slots, np.ones(32, int), rounds, keys)
+            valid, sampled = depth >= 0, peer.is_sampled(columns)
+            accepted += np.array([(valid & sampled).sum(), (valid & ~sampled).sum()])
             rejected += int((~valid).sum())
             expected = peer.expected_tokens(slots, rounds, keys, depth.astype(np.int64))
             assert (tokens[valid] == expected[valid]).all()
             assert (depth[valid] >= 1).all()
+            assert (is_final == (valid & (depth % 2 == 0))).all()
+            has_q = sampled[:, None] & (np.arange(peer.SHAPE.lookahead) < depth[:, None])
+            assert (q == np.where(has_q[:, :, None], peer.expected_probs(expected), 0)).all()
         channel.close()
-    assert accepted >= 300
+    assert (accepted >= 300).all(), "sampled and greedy entries"
     assert rejected >= 300
 
 
@@ -131,7 +135,8 @@ def test_verifier_killed(kind: str) -> None:
     assert isinstance(eventually(channel.poll), np.ndarray)
     one = np.array([0])
     for number in range(2000):
-        channel.write(one, one, one + number, one, one, one, np.zeros((1, peer.SHAPE.lookahead), int))
+        tokens = np.zeros((1, peer.SHAPE.lookahead), int)
+        channel.write(Entries(one, one, one + number, one, one, one, one > 0, tokens))
         channel.flush()
         channel.beat()
     assert channel.poll() is None

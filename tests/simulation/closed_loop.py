@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.draft.tabular import TabularDraft
-from speculator_service.saguaro.fan_out import FanOut
+from speculator_service.planner import Planner, PlannerSettings
 from speculator_service.sessions import Verifier
 from speculator_service.speculator import Speculator
 from ssd_proto.channel import SpeculatorChannel, VerifierChannel
 from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
-from ssd_proto.records import CloseSequence, Event, OpenSequence, ProposalKind, Proposals, outcome_dtype
+from ssd_proto.records import (
+    GREEDY,
+    CloseSequence,
+    Event,
+    OpenSequence,
+    ProposalKind,
+    Proposals,
+    Sampling,
+    outcome_dtype,
+)
 from ssd_proto.table import SpeculationTable, TableShape
 
 VOCAB = 40
@@ -40,8 +50,10 @@ class LocalVerifierChannel(VerifierChannel):
     def __init__(self, table: SpeculationTable, events: deque[Event]) -> None:
         self.table, self._events = table, events
 
-    def open_sequence(self, slot: int, generation: int, tokens: NDArray[np.integer]) -> None:
-        self._events.append(OpenSequence(slot, generation, np.array(tokens, np.int32)))
+    def open_sequence(
+        self, slot: int, generation: int, tokens: NDArray[np.integer], sampling: Sampling = GREEDY
+    ) -> None:
+        self._events.append(OpenSequence(slot, generation, np.array(tokens, np.int32), sampling))
 
     def close_sequence(self, slot: int, generation: int) -> None:
         self._events.append(CloseSequence(slot, generation))
@@ -118,7 +130,8 @@ class ScriptedVerifier:
     """Greedy verification with scripted accidents.
 
     ``context`` bounds the draft's tokens; every proposal is compared with what the draft alone would say after
-    the committed text, so that a wrong trunk shows in the round where it happens.
+    the committed text, so that a wrong trunk shows in the round where it happens (unless there are other ``backups``
+    than the draft).
     """
 
     def __init__(
@@ -136,15 +149,16 @@ class ScriptedVerifier:
         self.lucky_padding = 0.0
         self.deadline_probability = 0.0
         self.unserved_allowed = False
+        self.foreign_backups = False
         self.steps_while_verifying = 64
         self.kinds = dict.fromkeys(ProposalKind, 0)
         self._generation = 0
 
-    def open(self, slot: int, prompt: Sequence[int], wanted: int) -> ScriptedSequence:
+    def open(self, slot: int, prompt: Sequence[int], wanted: int, sampling: Sampling = GREEDY) -> ScriptedSequence:
         self._generation += 1
         sequence = ScriptedSequence(self._generation, list(prompt), wanted, list(prompt))
         self.sequences[slot] = sequence
-        self.channel.open_sequence(slot, sequence.generation, np.array(prompt))
+        self.channel.open_sequence(slot, sequence.generation, np.array(prompt), sampling)
         return sequence
 
     def reopen(self, slot: int) -> None:
@@ -204,7 +218,8 @@ class ScriptedVerifier:
                 continue
             chain = proposals.tokens[row, :depth].tolist()
             room = max(0, min(self.lookahead, self.context - len(sequence.text)))
-            assert chain == self.models.continuation(sequence.text, depth)
+            if not self.foreign_backups or proposals.kind[row] == ProposalKind.HIT:
+                assert chain == self.models.continuation(sequence.text, depth)
             assert depth == room or (self.unserved_allowed and depth < room)
             self.kinds[ProposalKind(int(proposals.kind[row]))] += 1
             sequence.kind = ProposalKind(int(proposals.kind[row]))
@@ -229,24 +244,29 @@ class Loop:
         seed: int = 0,
         *,
         lookahead: int = 4,
-        fan_out: int | Sequence[int] = 3,
+        fan_out: int | str | Sequence[int] = 3,
         max_sequences: int = 8,
         context: int = 256,
         chunk: int = 64,
         max_total_tokens: int | None = None,
         disagreement: float = 0.35,
+        backup: str = "primary",
+        adapt_depth: bool = False,
+        **settings: Any,
     ) -> Loop:
-        layout = FanOut.parse(fan_out, lookahead)
+        written = fan_out if isinstance(fan_out, int | str) else tuple(fan_out)
+        options = PlannerSettings(fan_out=written, backup=backup, adapt_depth=adapt_depth, **settings)
+        planner = Planner(options, lookahead, VOCAB)
         draft = TabularDraft(
             max_sequences,
-            layout.num_outcomes,
+            planner.num_outcomes,
             lookahead,
             context,
             vocab_size=VOCAB,
             seed=seed,
             max_total_tokens=max_total_tokens,
         )
-        speculator = Speculator(draft, layout, prefill_chunk=chunk)
+        speculator = Speculator(draft, planner, prefill_chunk=chunk)
         return cls(speculator, draft, Models(draft, disagreement), np.random.default_rng(seed))
 
     def drive(self) -> bool:
@@ -261,7 +281,7 @@ class Loop:
         raise AssertionError("the speculator never comes to rest")
 
     def connect(self, make: MakeChannels = local_channels) -> ScriptedVerifier:
-        shape = TableShape(8, self.speculator.fan_out.num_outcomes, self.speculator.fan_out.lookahead)
+        shape = TableShape(8, self.speculator.planner.num_outcomes, self.draft.lookahead)
         number = len(self.verifiers)
         ours, theirs = make(shape, 1000 + number)
         self.speculator.attach(Verifier(number, 1000 + number, f"scripted-{number}", shape, ours))

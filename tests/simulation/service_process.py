@@ -75,6 +75,7 @@ def hello(incarnation: int, kind: str = "shm", **changes: object) -> Hello:
         "lookahead": 4,
         "max_slots": MAX_SLOTS,
         "context_length": 1024,
+        "num_kept": 32,
         "channels": [kind],
     }
     return Hello(**{**values, **changes})  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ class Connection:
         assert isinstance(answer, Welcome), answer
         self.welcome, offer = answer, answer.channel
         assert offer.kind == kind
-        shape = TableShape(MAX_SLOTS, answer.num_outcomes, answer.lookahead)
+        shape = TableShape(MAX_SLOTS, answer.num_outcomes, answer.lookahead, answer.num_kept, answer.max_sequences)
         self.channel: VerifierChannel
         if kind == "shm":
             self.channel = ShmVerifierChannel.attach(offer.address, shape, self.incarnation, offer.doorbell)

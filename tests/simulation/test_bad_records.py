@@ -127,7 +127,7 @@ def test_one_sequence_twice_in_a_batch(loop: Loop, verifier: ScriptedVerifier) -
     tokens = verifier.channel.table.read_reply(
         *(second[name] for name in ("slot", "generation", "round")), second["bonus"]
     )
-    assert tokens[1][0].tolist() == loop.models.continuation([0, 1, 2, 3, 4, 3, 4], LOOKAHEAD)
+    assert tokens.tokens[0].tolist() == loop.models.continuation([0, 1, 2, 3, 4, 3, 4], LOOKAHEAD)
 
 
 def test_empty_batch(loop: Loop, verifier: ScriptedVerifier) -> None:

@@ -26,6 +26,7 @@ from service_process import (
 )
 from tabular_service import CONTEXT, tabular_draft
 
+from ssd_proto import PROTOCOL_VERSION
 from ssd_proto.control import ControlClient
 from ssd_proto.host import new_incarnation
 from ssd_proto.messages import Bye, Info, InfoRequest, ModelFingerprint, Ping, Pong
@@ -35,7 +36,7 @@ kinds = pytest.mark.parametrize("kind", ["shm", "zmq"])
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
-    with running(TABULAR, "--expiry-s", "2") as process:
+    with running(TABULAR, "--expiry-s", "2", "--backup", "primary", "--no-adapt-depth") as process:
         yield process
 
 
@@ -139,7 +140,7 @@ def test_unknown_incarnations_and_info(service: ServiceProcess) -> None:
     with ControlClient(service.endpoint) as control:
         assert control.request(Ping(12345), 5.0) == Pong(12345, False)
         control.send(Bye(new_incarnation()))
-        answer = control.request(InfoRequest(1), 5.0)
+        answer = control.request(InfoRequest(PROTOCOL_VERSION), 5.0)
     assert isinstance(answer, Info)
     assert answer.channels == ["shm", "zmq"]
 

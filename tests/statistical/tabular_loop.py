@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from speculator_service.saguaro.fan_out import FanOut
 from speculator_service.saguaro.outcomes import top_candidates
 from speculator_service.saguaro.rejection import Verified, verify_chain
 from speculator_service.saguaro.sampling import SparseDistribution, draft_distribution, sample
@@ -68,8 +67,7 @@ class TabularLoop:
         self.target = (target.double() / self.temperature).softmax(-1)
         if self.greedy:
             self.target = torch.nn.functional.one_hot(target.argmax(-1), self.vocab_size).double()
-        plan = FanOut(self.fan_out)
-        self._counts = torch.tensor(plan.counts)
+        self._counts = torch.tensor(self.fan_out)
         self._candidates = torch.from_numpy(top_candidates(self.draft_logits, self.vocab_size))
         self._q = [self._draft(int(count)) for count in self._counts[:-1]]
         self._generator = torch.Generator().manual_seed(self.seed + 1)

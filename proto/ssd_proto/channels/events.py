@@ -8,13 +8,15 @@ Every record is a header and a payload, little endian:
 | size | u32 | bytes of the payload |
 | sequence | u32 | number of the record in this channel, from 0 (modulo 2**32) |
 | check | u32 | CRC-32 of the three fields above and the payload, started with the incarnation |
-| payload of an open | i32 | slot, generation, tokens[L] |
+| payload of an open | 52 bytes | `_OPENING`: slot, generation, sampling, number of stop tokens n |
+| | i32 | stop tokens[n], tokens[L] |
 | payload of a close | i32 | slot, generation |
 | payload of outcomes | rows | `outcome_dtype`, one row or more |
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from abc import abstractmethod
@@ -25,7 +27,16 @@ from numpy.typing import NDArray
 
 from ssd_proto.channel import VerifierChannel
 from ssd_proto.errors import ProtocolError
-from ssd_proto.records import CloseSequence, Event, OpenSequence, ProposalKind, outcome_dtype
+from ssd_proto.records import (
+    GREEDY,
+    MAX_STOP_TOKENS,
+    CloseSequence,
+    Event,
+    OpenSequence,
+    ProposalKind,
+    Sampling,
+    outcome_dtype,
+)
 from ssd_proto.table import TableShape
 
 HEADER_BYTES: Final = 16
@@ -33,6 +44,8 @@ _OPEN, _CLOSE, _OUTCOMES = 1, 2, 3
 _FIELDS: Final = struct.Struct("<III")
 _HEADER: Final = struct.Struct("<IIII")
 _SEQUENCE: Final = struct.Struct("<ii")
+_OPENING: Final = struct.Struct("<iididdqii")
+"""Slot, generation, temperature, top_k, top_p, min_p, seed, shared_noise, number of stop tokens."""
 _MASK: Final = 0xFFFF_FFFF
 
 
@@ -44,8 +57,13 @@ class RecordingChannel(VerifierChannel):
         self._seed = incarnation & _MASK
         self._sequence = 0
 
-    def open_sequence(self, slot: int, generation: int, tokens: NDArray[np.integer]) -> None:
-        self._post(_OPEN, _SEQUENCE.pack(slot, generation) + np.ascontiguousarray(tokens, "<i4").tobytes())
+    def open_sequence(
+        self, slot: int, generation: int, tokens: NDArray[np.integer], sampling: Sampling = GREEDY
+    ) -> None:
+        *params, stop_tokens = sampling
+        opening = _OPENING.pack(slot, generation, *params, len(stop_tokens))
+        stops = np.asarray(stop_tokens, "<i4").tobytes()
+        self._post(_OPEN, b"".join((opening, stops, np.ascontiguousarray(tokens, "<i4").tobytes())))
 
     def close_sequence(self, slot: int, generation: int) -> None:
         self._post(_CLOSE, _SEQUENCE.pack(slot, generation))
@@ -100,24 +118,43 @@ class EventDecoder:
         if not self.is_intact(record):
             raise ProtocolError(f"record {self._sequence} of the verifier is damaged, or one before it was lost")
         kind = int.from_bytes(record[:4], "little")
-        words = np.frombuffer(record, "<i4", offset=HEADER_BYTES) if len(record) % 4 == 0 else None
-        if words is None or len(words) < 2 or kind not in (_OPEN, _CLOSE, _OUTCOMES):
+        if len(record) % 4 or len(record) == HEADER_BYTES or kind not in (_OPEN, _CLOSE, _OUTCOMES):
             raise ProtocolError(f"record of kind {kind} with {len(record)} bytes means nothing")
-        event = self._outcomes(record) if kind == _OUTCOMES else self._sequence_event(kind, words)
+        event = self._event(kind, record)
         self._sequence += 1
         return event
 
-    def _sequence_event(self, kind: int, words: NDArray[np.int32]) -> Event:
-        slot, generation, tokens = int(words[0]), int(words[1]), words[2:]
+    def _event(self, kind: int, record: bytes | bytearray) -> Event:
+        if kind == _OPEN:
+            return self._opening(record)
+        return self._closing(record) if kind == _CLOSE else self._outcomes(record)
+
+    def _opening(self, record: bytes | bytearray) -> OpenSequence:
+        if len(record) < HEADER_BYTES + _OPENING.size:
+            raise ProtocolError("an open of too few bytes")
+        fields = _OPENING.unpack_from(record, HEADER_BYTES)
+        slot, generation, temperature, top_k, top_p, min_p, seed, shared_noise, num_stops = fields
+        self._check_sequence(slot, generation)
+        in_range = 0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1
+        if not in_range or seed < 0 or shared_noise not in (0, 1) or not 0 <= num_stops <= MAX_STOP_TOKENS:
+            raise ProtocolError("a sampling parameter out of range")
+        words = np.frombuffer(record, "<i4", offset=HEADER_BYTES + _OPENING.size)
+        if len(words) <= num_stops or int(words.min()) < 0:
+            raise ProtocolError("a prompt without tokens, or a negative token")
+        stop_tokens = tuple(words[:num_stops].tolist())
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed, bool(shared_noise), stop_tokens)
+        return OpenSequence(slot, generation, words[num_stops:], sampling)
+
+    def _closing(self, record: bytes | bytearray) -> CloseSequence:
+        if len(record) != HEADER_BYTES + _SEQUENCE.size:
+            raise ProtocolError("a close of another size than 8 bytes")
+        slot, generation = _SEQUENCE.unpack_from(record, HEADER_BYTES)
+        self._check_sequence(slot, generation)
+        return CloseSequence(slot, generation)
+
+    def _check_sequence(self, slot: int, generation: int) -> None:
         if not 0 <= slot < self._shape.num_slots or generation < 0:
             raise ProtocolError(f"slot {slot} or generation {generation} out of range")
-        if kind == _CLOSE:
-            if len(tokens):
-                raise ProtocolError("a close of more than 8 bytes")
-            return CloseSequence(slot, generation)
-        if not len(tokens) or int(tokens.min()) < 0:
-            raise ProtocolError("a prompt without tokens, or with a negative one")
-        return OpenSequence(slot, generation, tokens)
 
     def _outcomes(self, record: bytes | bytearray) -> NDArray[np.void]:
         if (len(record) - HEADER_BYTES) % self._dtype.itemsize:

@@ -4,12 +4,12 @@ The service creates it, the verifier maps it, and as soon as it is mapped its na
 
 | part | bytes | written by | content |
 |---|---|---|---|
-| identity | 64 | creator | int64: magic, version, incarnation, slots, outcomes, lookahead, ring bytes, total bytes |
+| identity | 128 | creator | int64: magic, version, incarnation, slots, outcomes, K, m, rows, ring bytes, total bytes |
 | tail | 64 | verifier | int64: bytes written to the ring |
 | head | 64 | speculator | int64: bytes taken from the ring |
 | sleeping | 64 | speculator | int64: 1 if the doorbell must be rung after a post |
 | beat | 64 | speculator | int64: `time.monotonic_ns` of its last sign of life |
-| padding | 192 | | |
+| padding | 128 | | |
 | ring | ring bytes | verifier | records of `ssd_proto.channels.events` |
 | table | `TableShape.nbytes` | speculator | `ssd_proto.table` |
 
@@ -19,6 +19,7 @@ The sleeping flag and the posts race with each other: a ring may be missed, whic
 from __future__ import annotations
 
 import time
+from dataclasses import astuple
 from typing import Final
 
 import numpy as np
@@ -39,7 +40,7 @@ RING_BYTES: Final = 1 << 22
 """Room for posts that wait: a million prompt tokens."""
 
 _MAGIC: Final = int.from_bytes(b"SGL-SSD\0", "little")
-_RING_BYTES, _TAIL, _HEAD, _SLEEPING, _BEAT = 6, 8, 16, 24, 32
+_RING_BYTES, _TAIL, _HEAD, _SLEEPING, _BEAT = 8, 16, 24, 32, 40
 _HEADER_NBYTES: Final = 512
 _TORN_GRACE_S: Final = 0.005
 """How long a record may take to become visible after the counter that announces it (weakly ordered memory)."""
@@ -180,8 +181,7 @@ class ShmVerifierChannel(RecordingChannel):
 
 def _identity(shape: TableShape, incarnation: int, ring_bytes: int) -> tuple[int, ...]:
     total = _HEADER_NBYTES + ring_bytes + shape.nbytes
-    sizes = (shape.num_slots, shape.num_outcomes, shape.lookahead, ring_bytes, total)
-    return (_MAGIC, PROTOCOL_VERSION, incarnation, *sizes)
+    return (_MAGIC, PROTOCOL_VERSION, incarnation, *astuple(shape), ring_bytes, total)
 
 
 def _check_identity(segment: Segment, shape: TableShape, incarnation: int) -> None:
@@ -189,7 +189,7 @@ def _check_identity(segment: Segment, shape: TableShape, incarnation: int) -> No
         if len(buffer) < _HEADER_NBYTES:
             raise ProtocolError(f"the shared memory {segment.name} is too small to be a channel")
         with buffer[:_HEADER_NBYTES].cast("q") as words:
-            found = tuple(words[:8])
+            found = tuple(words[: _RING_BYTES + 2])
         size = len(buffer)
     expected = _identity(shape, incarnation, found[_RING_BYTES])
     if found != expected or size != expected[-1]:

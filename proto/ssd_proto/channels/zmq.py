@@ -27,7 +27,7 @@ from ssd_proto.channels.events import EventDecoder, RecordingChannel
 from ssd_proto.channels.publication import apply, entries_frame, keys_frame
 from ssd_proto.doorbell import Doorbell
 from ssd_proto.errors import ChannelClosed, ChannelFull, ProtocolError
-from ssd_proto.records import Event
+from ssd_proto.records import Entries, Event
 from ssd_proto.sockets import bind, configure, connect, readable
 from ssd_proto.table import SpeculationTable, TableShape
 
@@ -172,36 +172,10 @@ class ZmqSpeculatorChannel(SpeculatorChannel):
         return bool(self._queue)
 
     def begin(self, slots: NDArray[np.integer], rounds: NDArray[np.integer], keys: NDArray[np.int64]) -> None:
-        self._frames.append(keys_frame(slots, rounds, 0, keys))
+        self._frames.append(keys_frame(slots, rounds, keys))
 
-    def add_keys(
-        self, slots: NDArray[np.integer], rounds: NDArray[np.integer], first_column: int, keys: NDArray[np.int64]
-    ) -> None:
-        self._frames.append(keys_frame(slots, rounds, first_column, keys))
-
-    def write(
-        self,
-        slots: NDArray[np.integer],
-        generations: NDArray[np.integer],
-        rounds: NDArray[np.integer],
-        columns: NDArray[np.integer],
-        keys: NDArray[np.int64],
-        depths: NDArray[np.integer],
-        tokens: NDArray[np.integer],
-    ) -> None:
-        self._frames.append(entries_frame(slots, generations, rounds, columns, keys, depths, tokens))
-
-    def reply(
-        self,
-        slots: NDArray[np.integer],
-        generations: NDArray[np.integer],
-        rounds: NDArray[np.integer],
-        keys: NDArray[np.int64],
-        depths: NDArray[np.integer],
-        tokens: NDArray[np.integer],
-    ) -> None:
-        columns = np.full(len(slots), self._shape.num_outcomes)
-        self.write(slots, generations, rounds, columns, keys, depths, tokens)
+    def write(self, entries: Entries) -> None:
+        self._frames.append(entries_frame(entries))
 
     def flush(self) -> None:
         if self._frames:
@@ -243,7 +217,8 @@ class ZmqVerifierChannel(RecordingChannel):
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         try:
-            configure(self._socket, _QUEUED_MESSAGES, _MAX_MESSAGE_BYTES)
+            # A write of all entries of a table is a single frame, and less than the table.
+            configure(self._socket, _QUEUED_MESSAGES, max(_MAX_MESSAGE_BYTES, 2 * shape.nbytes))
             self._socket.setsockopt(zmq.ROUTING_ID, _routing_id(incarnation))
             connect(self._socket, address)
             if not self._socket.poll(int(connect_timeout_s * 1000), zmq.POLLOUT):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from sglang_ssd.client import Connection
 from sglang_ssd.handoff import HandedOver
 from sglang_ssd.metrics import VerifierMetrics
+from sglang_ssd.request_sampling import RequestSampling
 from sglang_ssd.sessions import Sessions
 from sglang_ssd.speculation import Speculation
 from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
@@ -19,15 +22,36 @@ from ssd_proto.doorbell import Doorbell
 from ssd_proto.records import Event
 from ssd_proto.table import TableShape
 
-SHAPE = TableShape(num_slots=8, num_outcomes=4, lookahead=3)
+SHAPE = TableShape(num_slots=8, num_outcomes=4, lookahead=3, num_kept=2, num_rows=5)
 VOCAB_SIZE = 100
 
 
-@dataclass
+def params(**changes: Any) -> SimpleNamespace:
+    """Sampling parameters as SGLang has normalised them; greedy unless changed."""
+    values = {
+        "temperature": 1.0,
+        "top_k": 1,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "sampling_seed": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "ignore_eos": False,
+        "stop_token_ids": None,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+@dataclass(eq=False)  # as SGLang's: compared and hashed by identity
 class FakeRequest:
     rid: str
     origin_input_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
+    sampling_params: SimpleNamespace = field(default_factory=params)
+    eos_token_ids: set[int] | None = None
+    tokenizer: SimpleNamespace | None = None
 
 
 @dataclass
@@ -49,16 +73,18 @@ class FakeClient:
 class Pair:
     """Both ends of a channel, and the `Speculation` that uses one of them."""
 
-    def __init__(self, deadline_s: float = 0.05) -> None:
+    def __init__(self, deadline_s: float = 0.05, shares_noise: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.client = FakeClient()
         self.sessions = Sessions(SHAPE.num_slots, SHAPE.lookahead)
         self.speculation = Speculation(
-            self.client,
+            self.client,  # type: ignore[arg-type]
             self.sessions,
             VerifierMetrics(self.registry),
+            RequestSampling(shares_noise, SHAPE.num_kept, knows_law=True),
             deadline_s,
-            VOCAB_SIZE,  # type: ignore[arg-type]
+            VOCAB_SIZE,
+            SHAPE.num_kept,
         )
         self.doorbell = Doorbell()
         self.speculators: list[ShmSpeculatorChannel] = []

@@ -36,7 +36,7 @@ MODEL = ModelFingerprint("model", "LlamaForCausalLM", 64, "digest")
 
 
 def hello(incarnation: int) -> Hello:
-    return Hello(PROTOCOL_VERSION, incarnation, "host:1:0", "boot", MODEL, 3, 4, 128, ["shm"])
+    return Hello(PROTOCOL_VERSION, incarnation, "host:1:0", "boot", MODEL, 3, 4, 128, 5, ["shm"])
 
 
 class ScriptedService:
@@ -74,15 +74,15 @@ class ScriptedService:
         if isinstance(message, Hello):
             if self.refuses is not None:
                 return Refusal(PROTOCOL_VERSION, self.refuses)
-            shape = TableShape(message.max_slots, 6, message.lookahead)
+            shape = TableShape(message.max_slots, 6, message.lookahead, message.num_kept, num_rows=2)
             channel = ShmSpeculatorChannel.create(shape, message.incarnation, "")
             self.channels.append(channel)
             offer = ChannelOffer("shm", channel.address, "")
-            return Welcome(PROTOCOL_VERSION, 1, MODEL, 3, 6, 4, 128, offer, heartbeat_s=0.05, expiry_s=1.0)
+            return Welcome(PROTOCOL_VERSION, 1, MODEL, 3, 6, 5, 2, 128, offer, heartbeat_s=0.05, expiry_s=1.0)
         if isinstance(message, Ping):
             return Pong(message.incarnation, self.knows)
         if isinstance(message, InfoRequest):
-            return Info(PROTOCOL_VERSION, 1, MODEL, 3, [2, 2, 1, 1], 4, 128, "cpu", ["shm"], 0)
+            return Info(PROTOCOL_VERSION, 1, MODEL, 3, [2, 2, 1, 1], 5, 2, 128, "cpu", ["shm"], 0)
         return None
 
 
@@ -134,6 +134,8 @@ def test_attaches_keeps_alive_and_says_goodbye(service: ScriptedService, client:
     client.start(5.0)
     connection = client.take()
     assert connection is not None
+    shape = connection.channel.table.shape
+    assert (shape.num_slots, shape.num_outcomes, shape.lookahead, shape.num_kept, shape.num_rows) == (4, 6, 3, 5, 2)
     assert client.take() is None
     assert not connection.lost
     assert eventually(lambda: sum(isinstance(m, Ping) for m in service.received) > 2)

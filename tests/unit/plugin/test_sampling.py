@@ -1,4 +1,4 @@
-"""Verification position by position: penalties as SGLang's own penalizers give them, acceptance by equality."""
+"""Verification position by position: penalties as SGLang's own penalizers give them."""
 
 from __future__ import annotations
 
@@ -90,41 +90,3 @@ def test_penalties_are_those_of_plain_decoding_at_every_position(seed: int) -> N
     expected = one_by_one(logits, outputs, drafts)
     apply_penalties(logits, drafts, REQUESTS, outputs)
     torch.testing.assert_close(logits, expected)
-
-
-def test_accepts_while_drafts_equal_what_was_drawn() -> None:
-    from sglang_ssd.sampling import _accept
-
-    drafts = torch.tensor([[9, 1, 2, 3], [9, 1, 2, 3], [9, 1, 2, 3], [9, 1, 2, 3]])
-    drawn = torch.tensor([[1, 2, 3, 4], [1, 7, 3, 4], [5, 2, 3, 4], [1, 2, 3, 4]])
-    predict, accept_lens, accept_index = _accept(drawn, drafts, single=[3])
-    assert accept_lens.tolist() == [4, 2, 1, 1]
-    assert accept_index.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1], [8, -1, -1, -1], [12, -1, -1, -1]]
-    assert predict.view(4, 4).tolist() == drawn.tolist()
-    assert {tensor.dtype for tensor in (predict, accept_lens, accept_index)} == {torch.int32}
-
-
-def test_the_law_is_the_samplers_whatever_the_draft() -> None:
-    """First two tokens of sequences that are decoded from a Markov chain by rounds with a bad draft."""
-    from scipy.stats import chisquare
-
-    from sglang_ssd.sampling import _accept
-
-    torch.manual_seed(0)
-    size, count, width = 4, 200_000, 3
-    table = torch.distributions.Dirichlet(torch.ones(size)).sample((size,))
-    bonus = torch.zeros(count, dtype=torch.int64)
-    drafts = torch.stack([bonus, torch.randint(0, size, (count,)), torch.randint(0, size, (count,))], 1)
-    drawn = torch.multinomial(table[drafts.flatten()], 1).view(count, width)
-    predict, accept_lens, _ = _accept(drawn, drafts, single=[])
-    first = predict.view(count, width)[:, 0].long()
-    second = predict.view(count, width)[:, 1].long()
-    # A second token that the round did not reach is drawn by the next round.
-    later = torch.multinomial(table[first], 1)[:, 0]
-    second = torch.where(accept_lens > 1, second, later)
-    expected = (table[0][:, None] * table).flatten() * count
-    observed = torch.bincount(first * size + second, minlength=size * size)
-    assert chisquare(observed.numpy(), expected.double().numpy() / expected.double().sum().item() * count).pvalue > 1e-3
-    greedy = torch.where(drafts[:, 1] == table[0].argmax(), drafts[:, 1], first)  # a wrong rule: accept the likeliest
-    wrong = torch.bincount(greedy, minlength=size).numpy()
-    assert chisquare(wrong, table[0].double().numpy() / table[0].double().sum().item() * count).pvalue < 1e-6

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from ssd_proto.errors import ProtocolError
-from ssd_proto.records import CloseSequence, OpenSequence, ProposalKind, outcome_keys
+from ssd_proto.records import (
+    CloseSequence,
+    DraftProbs,
+    Entries,
+    OpenSequence,
+    ProposalKind,
+    Sampling,
+    outcome_keys,
+    pack_probs,
+    unpack_probs,
+)
 
-from .conftest import FakeRequest, Pair, drain, prefilled, slots, verified
+from .conftest import SHAPE, FakeRequest, Pair, drain, params, prefilled, slots, verified
 
 REQUEST = FakeRequest("a", [1, 2, 3])
 
@@ -27,19 +37,29 @@ def start(pair: Pair, slot: int = 2, bonus: int = 9, request: FakeRequest = REQU
     return speculator, opened.generation
 
 
-def publish(speculator, slot: int, generation: int, round_: int, k: int, bonus: int, tokens: list[int], depth=None):
+def write(speculator, slot: int, generation: int, round_: int, column: int, key, tokens, depth=None, q=None) -> None:
+    depth = len(tokens) if depth is None else depth
+    place = slots(slot), slots(generation), slots(round_), slots(column)
+    probs = None if q is None else DraftProbs(slots(0), q[None])
+    speculator.write(Entries(*place, key, slots(depth), np.array([True]), np.array([tokens]), probs))
+
+
+def publish(speculator, slot: int, generation: int, round_: int, k: int, bonus: int, tokens: list[int], q=None) -> None:
     key = outcome_keys(slots(k), slots(bonus))
     keys = np.full((1, 4), -1)
     keys[0, 1] = key[0]
     speculator.begin(slots(slot), slots(round_), keys)
-    depth = len(tokens) if depth is None else depth
-    speculator.write(slots(slot), slots(generation), slots(round_), slots(1), key, slots(depth), np.array([tokens]))
+    write(speculator, slot, generation, round_, 1, key, tokens, q=q)
+
+
+def drafts(pair: Pair, slot: int, request: FakeRequest) -> list[list[int]]:
+    return pair.speculation.speculate(slots(slot), [request])[0].tolist()
 
 
 def test_a_published_outcome_is_a_hit_without_waiting(pair: Pair) -> None:
     speculator, generation = start(pair)
     publish(speculator, 2, generation, 0, 0, 9, [10, 11, 12])
-    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[10, 11, 12]]
+    assert drafts(pair, 2, REQUEST) == [[10, 11, 12]]
     assert pair.value("sglang_ssd:proposals_total", kind="hit") == 1
 
     pair.speculation.outcome(verified(2, 2, 40))
@@ -52,11 +72,9 @@ def test_a_published_outcome_is_a_hit_without_waiting(pair: Pair) -> None:
 
 def test_a_missing_outcome_waits_for_the_reply(pair: Pair) -> None:
     speculator, generation = start(pair)
-    speculator.reply(
-        slots(2), slots(generation), slots(0), outcome_keys(slots(0), slots(9)), slots(2), np.array([[7, 8, 0]])
-    )
-    drafts = pair.speculation.speculate(slots(2), [REQUEST])
-    assert drafts.tolist() == [[7, 8, 9]], "two tokens of the reply, then padding with the bonus token"
+    key = outcome_keys(slots(0), slots(9))
+    write(speculator, 2, generation, 0, SHAPE.num_outcomes, key, [7, 8, 0], depth=2)
+    assert drafts(pair, 2, REQUEST) == [[7, 8, 9]], "two tokens of the reply, then padding with the bonus token"
     pair.speculation.outcome(verified(2, 0, 5))
     (outcomes,) = drain(speculator)
     assert (outcomes[0]["num_sent"], outcomes[0]["proposal"]) == (2, ProposalKind.BACKUP)
@@ -65,7 +83,7 @@ def test_a_missing_outcome_waits_for_the_reply(pair: Pair) -> None:
 def test_silence_costs_one_deadline_and_then_nothing(pair: Pair) -> None:
     speculator, generation = start(pair)
     began = time.monotonic()
-    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[9, 9, 9]]
+    assert drafts(pair, 2, REQUEST) == [[9, 9, 9]]
     assert 0.04 < time.monotonic() - began < 1.0
     pair.speculation.outcome(verified(2, 0, 6))
     began = time.monotonic()
@@ -77,20 +95,20 @@ def test_silence_costs_one_deadline_and_then_nothing(pair: Pair) -> None:
 
     round_ = int(drain(speculator)[-1][0]["round"])
     publish(speculator, 2, generation, round_, 0, 6, [1, 2, 3])
-    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[1, 2, 3]], "it answered: trusted again"
+    assert drafts(pair, 2, REQUEST) == [[1, 2, 3]], "it answered: trusted again"
 
 
 def test_an_answer_to_another_generation_or_round_is_not_used(pair: Pair) -> None:
     speculator, generation = start(pair)
     publish(speculator, 2, generation + 1, 0, 0, 9, [10, 11, 12])
     publish(speculator, 2, generation, 1, 0, 9, [20, 21, 22])
-    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[9, 9, 9]]
+    assert drafts(pair, 2, REQUEST) == [[9, 9, 9]]
 
 
 def test_tokens_that_the_target_does_not_have_become_padding(pair: Pair) -> None:
     speculator, generation = start(pair)
     publish(speculator, 2, generation, 0, 0, 9, [10, 100, 12])
-    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[10, 9, 12]]
+    assert drafts(pair, 2, REQUEST) == [[10, 9, 12]]
 
 
 def test_a_later_chunk_of_a_prompt_does_not_open_it_again(pair: Pair) -> None:
@@ -115,7 +133,7 @@ def test_a_freed_slot_is_closed_once_and_may_be_opened_again(pair: Pair) -> None
 def test_without_a_speculator_decoding_is_plain(pair: Pair) -> None:
     pair.speculation.open(slots(2), [REQUEST])
     pair.speculation.outcome(prefilled(2, 3, 9))
-    assert pair.speculation.speculate(slots(2), [REQUEST]).tolist() == [[9, 9, 9]]
+    assert drafts(pair, 2, REQUEST) == [[9, 9, 9]]
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["synchronous", "overlapped"])
@@ -144,7 +162,7 @@ def test_a_full_channel_ends_the_connection_and_loses_no_request(pair: Pair) -> 
     for slot in range(6):
         pair.speculation.outcome(prefilled(slot, 60, 9))
         requests[slot].output_ids = [9]
-    assert (pair.speculation.speculate(slots(*range(6)), requests) == 9).all()
+    assert (pair.speculation.speculate(slots(*range(6)), requests)[0] == 9).all()
 
     second = pair.connect()
     pair.speculation.speculate(slots(*range(6)), requests)
@@ -223,3 +241,77 @@ def test_outputs_include_what_sglang_has_not_processed_yet(pair: Pair) -> None:
     assert pair.speculation.outputs(slots(2), [request]) == [[9, 10, 11, 40]]
     request.output_ids = [9, 10, 11, 40]
     assert pair.speculation.outputs(slots(2), [request]) == [[9, 10, 11, 40]]
+
+
+SAMPLED = params(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
+
+
+def words(*rows: list[tuple[int, float]]) -> np.ndarray:
+    """[K, m] of q from token and probability."""
+    ids, probs = np.moveaxis(np.array(rows), -1, 0)
+    return pack_probs(ids.astype(np.int64), probs)
+
+
+def test_q_comes_with_sampled_drafts_and_is_not_posted(pair: Pair) -> None:
+    request = FakeRequest("a", [1, 2, 3], sampling_params=SAMPLED)
+    speculator, generation = start(pair, request=request)
+    sent = words([(10, 0.75), (11, 0.25)], [(11, 1.0), (0, 0.0)], [(5, 0.5), (12, 0.5)])
+    publish(speculator, 2, generation, 0, 0, 9, [10, 11, 12], q=sent)
+    tokens, q = pair.speculation.speculate(slots(2), [request])
+    assert tokens.tolist() == [[10, 11, 12]]
+    assert (q == sent).all()
+    pair.speculation.outcome(verified(2, 3, 40))
+    (outcomes,) = drain(speculator)
+    assert set(outcomes.dtype.names) == {
+        "slot",
+        "generation",
+        "round",
+        "num_accepted",
+        "bonus",
+        "proposal",
+        "num_sent",
+        "tokens",
+    }
+
+
+def test_padding_has_no_q(pair: Pair) -> None:
+    request = FakeRequest("a", [1, 2, 3], sampling_params=SAMPLED)
+    speculator, generation = start(pair, request=request)
+    sent = words([(10, 0.75), (11, 0.25)], [(11, 1.0), (0, 0.0)], [(9, 0.5), (12, 0.5)])
+    write(speculator, 2, generation, 0, SHAPE.num_outcomes, outcome_keys(slots(0), slots(9)), [10, 11, 12], 1, sent)
+    tokens, q = pair.speculation.speculate(slots(2), [request])
+    assert tokens.tolist() == [[10, 9, 9]]
+    assert (q[0, 0] == sent[0]).all()
+    assert not q[0, 1:].any(), "the padding token may well have a probability among the words that came"
+
+
+def test_q_of_tokens_that_the_target_lacks_is_what_it_is_given_that_the_draft_is_none(pair: Pair) -> None:
+    request = FakeRequest("a", [1, 2, 3], sampling_params=SAMPLED)
+    speculator, generation = start(pair, request=request)
+    sent = words([(10, 0.25), (100, 0.75)], [(101, 0.5), (3, 0.5)], [(9, 0.5), (12, 0.5)])
+    publish(speculator, 2, generation, 0, 0, 9, [10, 101, 12], q=sent)
+    tokens, q = pair.speculation.speculate(slots(2), [request])
+    assert tokens.tolist() == [[10, 9, 12]]
+    ids, probs = unpack_probs(q)
+    assert (ids[0, 0].tolist(), probs[0, 0].tolist()) == ([10, 0], [1.0, 0.0])
+    assert not q[0, 1].any()
+    assert (q[0, 2] == sent[2]).all()
+
+
+def test_sequences_are_opened_with_the_sampling_of_their_request(pair: Pair) -> None:
+    speculator = pair.connect()
+    request = FakeRequest("a", [1], sampling_params=SAMPLED, eos_token_ids={7})
+    pair.speculation.open(slots(1, 2), [request, FakeRequest("b", [1])])
+    sampled, greedy = (event.sampling for event in drain(speculator))
+    assert sampled[:4] == pytest.approx((0.7, 20, 0.9, 0.05))
+    assert sampled[5:] == (False, (7,))
+    assert greedy == Sampling()
+
+    pair.speculation.outcome(prefilled(1, 1, 9))
+    pair.connections[0].lost = True
+    second = pair.connect()
+    pair.speculation.speculate(slots(1), [request])
+    assert drain(second)[0].sampling == sampled, "the same seed again"
+    pair.speculation.close([1])
+    pair.speculation.open(slots(5), [request])  # retracted, and prefilled in another slot
+    assert drain(second)[-1].sampling == sampled

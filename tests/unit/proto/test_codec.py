@@ -33,14 +33,16 @@ models = st.builds(ModelFingerprint, words, words, ints, words)
 offers = st.builds(ChannelOffer, words, words, words)
 seconds = st.floats(0, 1000)
 verifier_messages = st.one_of(
-    st.builds(Hello, ints, ints, words, words, models, ints, ints, ints, st.lists(words, max_size=3)),
+    st.builds(Hello, ints, ints, words, words, models, ints, ints, ints, ints, st.lists(words, max_size=3)),
     *(st.builds(kind, ints) for kind in (Attached, Ping, Bye, InfoRequest)),
 )
 service_messages = st.one_of(
-    st.builds(Welcome, ints, ints, models, ints, ints, ints, ints, offers, seconds, seconds),
+    st.builds(Welcome, ints, ints, models, ints, ints, ints, ints, ints, offers, seconds, seconds),
     st.builds(Refusal, ints, words),
     st.builds(Pong, ints, st.booleans()),
-    st.builds(Info, ints, ints, models, ints, st.lists(ints, max_size=5), ints, ints, words, st.lists(words), ints),
+    st.builds(
+        Info, ints, ints, models, ints, st.lists(ints, max_size=5), ints, ints, ints, words, st.lists(words), ints
+    ),
 )
 
 
@@ -90,7 +92,7 @@ def test_each_direction_has_its_own_messages() -> None:
         decode_verifier_message(encode(Pong(1, known=True)))
     with pytest.raises(ProtocolError):
         decode_service_message(encode(Ping(1)))
-    hello = msgspec.to_builtins(Hello(1, 2, "", "", ModelFingerprint("", "", 1, ""), 1, 1, 1, []))
+    hello = msgspec.to_builtins(Hello(1, 2, "", "", ModelFingerprint("", "", 1, ""), 1, 1, 1, 1, []))
     with pytest.raises(ProtocolError, match="surprise"):
         decode_verifier_message(msgspec.msgpack.encode({**hello, "surprise": 1}))
 

@@ -100,16 +100,29 @@ def test_curves_rise_and_are_probabilities() -> None:
     assert estimates.hit_curves(0, 0).shape == (K + 1, 1)
 
 
-def test_empty_proposals_say_nothing_of_acceptance_but_all_of_the_position() -> None:
-    """After an empty backup k is 0: the planned fan-out goes to position 0."""
-    estimates = OutcomeEstimates(K, M)
+def test_empty_proposals_say_nothing_of_acceptance_but_all_of_the_bonus_token_of_the_target() -> None:
+    """Nothing was rejected: the ranks belong to the curve of "all accepted", whatever the number of tokens."""
+    estimates = OutcomeEstimates(K, M, half_life=1e9)
     zeros = np.zeros(5000, np.int64)
     ranks = draw_ranks(np.random.default_rng(0), LAW, 5000)
     estimates.observe(zeros, zeros, zeros, np.where(ranks < M, ranks, -1), zeros + M)
     assert estimates.acceptance_rate(0) == pytest.approx(0.7)
-    assert estimates.position_weights(0)[0] > 0.99
+    assert estimates.position_weights(0) == pytest.approx(accepted_distribution(0.7, K))
     assert estimates.expected_tokens(0) == pytest.approx(1, abs=0.05)
-    assert greedy_fan_out(10, estimates.position_weights(0), estimates.hit_curves(0, 10))[0] >= 8
+    curves = estimates.hit_curves(0, M)
+    assert curves[K, 1:] == pytest.approx([1 - LAW.constant * F**-LAW.exponent for F in range(1, M + 1)], abs=0.02)
+
+
+def test_short_speculations_leave_the_later_positions_unknown_not_bad() -> None:
+    """Two tokens sent, all accepted: the third would be accepted as often as the others, as far as anybody knows."""
+    estimates = OutcomeEstimates(K, M, half_life=1e9)
+    twos = np.full(4000, 2)
+    estimates.observe(0 * twos, twos, twos, 0 * twos, twos)
+    assert estimates.acceptance_by_position(0) == pytest.approx([1, 1, 1, 1], abs=0.01)
+    estimates.observe(0 * twos, twos, twos + 1, 0 * twos, twos)  # and the third is always rejected
+    assert estimates.acceptance_by_position(0)[:3] == pytest.approx([1, 1, 0], abs=0.01)
+    assert estimates.position_weights(0)[2] == pytest.approx(1, abs=0.02)
+    assert estimates.position_weights(0).sum() == pytest.approx(1)
 
 
 def test_forgets_what_is_half_lives_ago() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from speculator_service.__main__ import main, parse_arguments
 from speculator_service.config import SpeculatorConfig
+from speculator_service.planner_settings import PlannerSettings
 from ssd_proto.errors import ConfigError
 
 MODEL = str(Path(__file__).parents[2] / "models" / "tiny-draft")
@@ -15,11 +16,49 @@ def test_flags() -> None:
     config = parse_arguments(
         ["--model-path", "m", "--lookahead", "2", "--fan-out", "5,3,2", "--expiry-s", "7", "--exit-with-stdin"]
     )
-    assert config.layout.counts == (5, 3, 2)
+    assert config.fan_out == (5, 3, 2)
     assert config.expiry_s == 7.0
     assert config.exit_with_stdin
     assert not config.announce
-    assert parse_arguments(["--model-path", "m", "--fan-out", "2"]).layout.counts == (2,) * 5
+    assert parse_arguments(["--model-path", "m", "--fan-out", "2"]).fan_out == 2
+    assert not parse_arguments(["--model-path", "m", "--no-adapt-depth"]).adapt_depth
+
+
+def test_flags_of_the_planner() -> None:
+    flags = {
+        "--fan-out": "auto",
+        "--fan-out-after-miss": "4,0,0",
+        "--branch-budget": "9",
+        "--backup": "suffix",
+        "--downweight": "0.5",
+        "--lookahead": "2",
+        "--num-kept": "0",
+        "--draft-temperature": "2",
+    }
+    config = parse_arguments(["--model-path", "m", *(word for flag in flags.items() for word in flag)])
+    assert config.planner_settings() == PlannerSettings(
+        fan_out="auto",
+        fan_out_after_miss=(4, 0, 0),
+        branch_budget=9,
+        backup="suffix",
+        downweight=0.5,
+        adapt_depth=True,
+    )
+    assert (config.num_kept, config.draft_temperature) == (0, 2.0)
+    assert parse_arguments(["--model-path", "m", "--downweight", "auto"]).downweight == "auto"
+
+
+def test_defaults_of_the_planner() -> None:
+    assert SpeculatorConfig(model_path="m").planner_settings() == PlannerSettings()
+
+
+def test_options_of_the_planner_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('fan_out = "auto"\nfan_out_after_miss = [9, 0, 0, 0, 0]\ndownweight = 1\nadapt_depth = false\n')
+    config = parse_arguments(["--config", str(file), "--model-path", "m"])
+    assert (config.fan_out, config.fan_out_after_miss) == ("auto", (9, 0, 0, 0, 0))
+    assert (config.downweight, config.adapt_depth) == (1.0, False)
+    assert parse_arguments(["--config", str(file), "--model-path", "m", "--adapt-depth"]).adapt_depth
 
 
 @pytest.mark.parametrize(
@@ -45,6 +84,13 @@ def test_file_and_flags_that_override_it(tmp_path: Path, name: str, text: str) -
         ("frobnicate = 1", "there is no setting 'frobnicate'"),
         ("lookahead = ", "cannot be read"),
         ("fan_out = [1, 'x']", "fan_out"),
+        ("fan_out = 'x'", "fan_out must be auto, a number, or numbers separated by commas"),
+        ("fan_out_after_miss = '1,x'", "fan_out_after_miss must be auto, a number, or numbers separated by commas"),
+        ("fan_out_after_miss = 1.5", "fan_out_after_miss must be of type"),
+        ("fan_out_after_miss = [1, 2]", r"fan_out_after_miss must have lookahead \+ 1"),
+        ("downweight = 'x'", "downweight must be auto or a number"),
+        ("adapt_depth = 'yes'", "adapt_depth must be of type bool"),
+        ("branch_budget = 4", "branch_budget is for fan_out auto"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, words: str) -> None:
@@ -64,6 +110,16 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, words: str) -> None:
         ("http_port", 70000),
         ("expiry_s", 0.0),
         ("threads", 0),
+        ("fan_out", -1),
+        ("fan_out", (1, 2)),
+        ("fan_out_after_miss", 1000),
+        ("branch_budget", 7),
+        ("backup", "none"),
+        ("downweight", -0.1),
+        ("num_kept", -1),
+        ("num_kept", 1025),
+        ("draft_temperature", 0.0),
+        ("draft_temperature", 21.0),
         ("log_level", "loud"),
         ("endpoint", "127.0.0.1:1"),
         ("data_endpoint", "x"),

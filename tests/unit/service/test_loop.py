@@ -10,7 +10,7 @@ import pytest
 
 from speculator_service.draft.tabular import TabularDraft
 from speculator_service.loop import ModelLoop
-from speculator_service.saguaro.fan_out import FanOut
+from speculator_service.planner import Planner, PlannerSettings
 from speculator_service.sessions import Verifier
 from speculator_service.speculator import Speculator
 from ssd_proto.channels.shm import ShmSpeculatorChannel, ShmVerifierChannel
@@ -25,7 +25,8 @@ LOOKAHEAD = 3
 class Parts:
     def __init__(self, spin_s: float = 0.0) -> None:
         self.draft = TabularDraft(4, 4 * (LOOKAHEAD + 1), LOOKAHEAD, 128)
-        self.speculator = Speculator(self.draft, FanOut.parse(2, LOOKAHEAD))
+        settings = PlannerSettings(fan_out=2, backup="primary", adapt_depth=False)
+        self.speculator = Speculator(self.draft, Planner(settings, LOOKAHEAD, self.draft.vocab_size))
         self.doorbell = Doorbell()
         self.hub = ZmqHub("tcp://127.0.0.1:0")
         self.loop = ModelLoop(self.speculator, self.hub, self.doorbell, spin_s)
@@ -115,7 +116,7 @@ def test_error_of_a_posted_call_ends_the_loop() -> None:
 
 def test_posts_wake_a_sleeping_loop() -> None:
     with parts() as made:
-        shape = TableShape(4, made.speculator.fan_out.num_outcomes, LOOKAHEAD)
+        shape = TableShape(4, made.speculator.planner.num_outcomes, LOOKAHEAD)
         made.start()
 
         def attach() -> ShmSpeculatorChannel:

@@ -1,0 +1,156 @@
+"""What fan-out lists promise under the measurements: hit rates, qualities of the speculators, and the best depths."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speculator_service.measurements import Measurements, RelativeTimes
+from speculator_service.planner_settings import PlannerSettings
+from speculator_service.saguaro.allocation import expected_hit_rate
+from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
+from speculator_service.saguaro.depth import best_depth
+from speculator_service.saguaro.estimates import PowerLaw
+from speculator_service.saguaro.fan_out_lists import conditioned
+from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
+
+_MARGIN = 0.03
+"""Relative gain that is worth another depth."""
+
+
+class Forecast(NamedTuple):
+    """Qualities of the speculators at one batch size: what Theorem 7 and Corollary 16 need."""
+
+    batch_size: int
+    times: RelativeTimes
+    primary: SpeculatorQuality
+    backups: dict[str, SpeculatorQuality]
+
+
+class SourceReport(NamedTuple):
+    """What is known of the speculations of one source."""
+
+    num_outcomes: float
+    """That still count."""
+    acceptance_rate: float
+    expected_tokens: float
+    """E, of all its rounds."""
+    hit_rate: float
+    law: PowerLaw
+    """Fitted to its hit curve."""
+    fan_out: tuple[int, ...]
+    """F_0..F_K while a speculation of the planned depth is verified."""
+
+
+class Outlook:
+    """Fan-out lists under the measurements of the moment.
+
+    Args:
+        measured: not changed.
+        counts: [S, K + 1, K + 1] lists by source and depth.
+        curves: [S, K + 1, B + 1] hit curves by source.
+    """
+
+    def __init__(self, measured: Measurements, counts: NDArray[np.int64], curves: NDArray[np.float64]) -> None:
+        self.counts = counts
+        self._measured, self._lookahead = measured, measured.lookahead
+        self._tokens = {source: measured.tokens_by_depth(source) for source in (Source.HIT, Source.PRIMARY)}
+        self._promised = np.array([self._promise(source, curves[source]) for source in (Source.HIT, Source.PRIMARY)])
+        """[2, K + 1] hit rates by source and depth."""
+        # The bonus token after an empty speculation comes from p itself, as where all tokens were accepted.
+        self._promised_empty = float(curves[Source.HIT, -1, counts[Source.EMPTY, 0, 0]])
+
+    def _promise(self, source: int, curves: NDArray[np.float64]) -> list[float]:
+        acceptance = self._measured.estimates.acceptance_by_position(source)
+        return [
+            expected_hit_rate(self.counts[source, depth, : depth + 1].tolist(), *conditioned(acceptance, curves, depth))
+            for depth in range(self._lookahead + 1)
+        ]
+
+    def hit_rates(self, depth: int, jit_depth: int) -> list[float]:
+        """[S] measured as far as there is data, for speculations of these depths."""
+        measured = self._measured
+        primary = measured.hit_rate(Source.PRIMARY, self._promised[Source.PRIMARY, jit_depth])
+        return [
+            measured.hit_rate(Source.HIT, self._promised[Source.HIT, depth]),
+            primary,
+            measured.hit_rate(Source.SUFFIX, primary),
+            measured.hit_rate(Source.EMPTY, self._promised_empty),
+        ]
+
+    def forecast(self, batch_size: int, depth: int, jit_depth: int) -> Forecast | None:
+        """Qualities near a batch size; None until times are known."""
+        rates = self.hit_rates(depth, jit_depth)
+        times = self._measured.relative_times(batch_size, max(1, round(batch_size * (1 - rates[Source.HIT]))))
+        if times is None:
+            return None
+        primary = self._tokens[Source.PRIMARY]
+        expected = {
+            Source.PRIMARY: float(primary[jit_depth - 1]),
+            Source.SUFFIX: self._measured.suffix_tokens(),
+            Source.EMPTY: 1.0,
+        }
+        duration = {Source.PRIMARY: jit_depth * times.draft_step, Source.SUFFIX: 0.0, Source.EMPTY: 0.0}
+        return Forecast(
+            batch_size,
+            times,
+            # The table's first step computes the last token sent.
+            SpeculatorQuality(
+                (depth + 1) * times.table_step, float(self._tokens[Source.HIT][depth - 1]), rates[Source.HIT]
+            ),
+            {
+                name: SpeculatorQuality(duration[source], expected[source], rates[source])
+                for name, source in BACKUPS.items()
+            },
+        )
+
+    def best_depth(self, batch_size: int, depth: int, jit_depth: int, backup: str, settings: PlannerSettings) -> int:
+        """Tokens for each prepared outcome: of the depths that are done in time the one with the highest speedup.
+
+        If none is done in time, the best of all. ``depth`` and ``jit_depth`` are the current ones.
+        """
+        now = self.forecast(batch_size, depth, jit_depth)
+        promised = self._promised[Source.HIT]
+        if now is None or promised[depth] == 0:
+            return depth
+        depths = np.arange(1, self._lookahead + 1)
+        took = (depths + 1) * now.times.table_step
+        rates = np.minimum(now.primary.hit_rate * promised[1:] / promised[depth], 1.0)
+        speedups = [
+            speedup_with(SpeculatorQuality(*quality), now.backups[backup], batch_size)
+            for quality in zip(took.tolist(), self._tokens[Source.HIT].tolist(), rates.tolist(), strict=True)
+        ]
+        limit = settings.max_primary_time * np.where(depths == depth, 1 + _MARGIN, 1)
+        return best_depth(np.array(speedups), depth, _MARGIN, took <= limit)
+
+    def best_jit_depth(self, batch_size: int, depth: int, jit_depth: int) -> int:
+        """Tokens of a primary backup with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""
+        now = self.forecast(batch_size, depth, jit_depth)
+        if now is None:
+            return jit_depth
+        hit_rate = now.backups["primary"].hit_rate
+        speedups = [
+            speedup_with(now.primary, SpeculatorQuality(tokens * now.times.draft_step, expected, hit_rate), batch_size)
+            for tokens, expected in enumerate(self._tokens[Source.PRIMARY].tolist(), 1)
+        ]
+        return best_depth(np.array(speedups), jit_depth, _MARGIN)
+
+    def sources(self, depth: int, jit_depth: int) -> tuple[SourceReport, ...]:
+        """What is known of each source."""
+        estimates, rates = self._measured.estimates, self.hit_rates(depth, jit_depth)
+        depths = (depth, jit_depth, self._lookahead, 0)
+        of_draft = [estimates.expected_tokens(source) for source in (Source.HIT, Source.PRIMARY)]
+        tokens = (*of_draft, self._measured.suffix_tokens(), 1.0)
+        return tuple(
+            SourceReport(
+                estimates.num_outcomes(source),
+                estimates.acceptance_rate(source),
+                tokens[source],
+                rates[source],
+                estimates.power_law(source),
+                tuple(self.counts[source, depths[source]].tolist()),
+            )
+            for source in range(NUM_SOURCES)
+        )

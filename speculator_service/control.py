@@ -213,9 +213,9 @@ class ControlThread:
             )
         if hello.num_kept != num_kept:
             return (
-                f"the verifier wants {hello.num_kept} probabilities per sampled token, the service sends {num_kept}: set "
-                f"num_kept to {num_kept} in the server's SSD config, or start the service with --num-kept "
-                f"{hello.num_kept}"
+                f"the verifier wants {hello.num_kept} probabilities per token and the service sends {num_kept}: "
+                f"set num_kept to {num_kept} in the server's SSD config, "
+                f"or start the service with --num-kept {hello.num_kept}"
             )
         if not 1 <= hello.max_slots <= _MAX_SLOTS:
             slots = f"1 to {_MAX_SLOTS}"

@@ -20,17 +20,16 @@ from numpy.typing import NDArray
 
 from speculator_service.admission import Admission
 from speculator_service.backup.suffixes import Suffixes
-from speculator_service.branches import Branches
-from speculator_service.draft.base import BranchStep, DraftModel
+from speculator_service.draft.base import DraftModel
 from speculator_service.drafting import Drafter
-from speculator_service.drawn import Drawn
 from speculator_service.phase import Phase
 from speculator_service.planner import Planner
 from speculator_service.publisher import Publisher, reply_empty
 from speculator_service.rows import Rows, RowShape
 from speculator_service.saguaro.sources import Source
 from speculator_service.sessions import NO_GENERATION, NO_ROW, Verifier, WaitingSequence
-from speculator_service.statistics import OutcomeKind, Statistics, StepKind
+from speculator_service.statistics import OutcomeKind, Statistics
+from speculator_service.steps import ModelSteps
 from speculator_service.validation import are_tokens, are_valid, is_valid_open, later_of_each
 from ssd_proto.errors import ChannelClosed, ProtocolError
 from ssd_proto.records import NO_KEY, CloseSequence, Event, OpenSequence
@@ -75,12 +74,11 @@ class Speculator:
         candidates = min(planner.max_candidates, engine.vocab_size)
         shape = RowShape(engine.max_slots, engine.context_length, lookahead, num_outcomes, candidates, num_kept)
         self._rows = Rows(shape)
-        self._branches = Branches(self._rows)
-        self._drafter = Drafter(self._rows, num_kept, temperature_factor)
         self._suffixes = Suffixes(self._rows)
         self._publisher = Publisher(self._rows)
         self._admission = Admission(engine, self._rows)
-        self._prefilled_last = False
+        drafter = Drafter(self._rows, num_kept, temperature_factor)
+        self._steps = ModelSteps(engine, self._rows, planner, drafter, self._publisher, self.statistics, prefill_chunk)
         self._steps_since_due = 0
 
     # -- verifiers ---------------------------------------------------------------------------------
@@ -295,117 +293,20 @@ class Speculator:
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Make the most urgent model step and publish what it brought; False if there is nothing to do.
-
-        First come speculations that verifiers wait for, then prompts and tables in turn.  A step
-        synchronises with the device once: when the candidates are copied to the host.
-        """
+        """Make the most urgent model step and publish what it brought; False if there is nothing to do."""
         self._admission.admit_waiting()
-        state, began = self._rows, self._clock()
-        drafting, prompt = state.in_phase(Phase.DRAFT), state.next_prompt()
-        forks = state.in_phase(Phase.FORK)
-        has_table = len(forks) > 0 or bool((state.phase == Phase.TABLE).any())
-        tables_turn = has_table and self._prefilled_last and not (prompt is not None and state.awaited[prompt] >= 0)
-        if len(drafting):
-            batch_size = self._draft(drafting)
-            kind = StepKind.DRAFT
-        elif prompt is not None and not tables_turn:
-            self._prefill(prompt)
-            kind, batch_size = StepKind.PREFILL, 1
-        elif has_table:
-            batch_size = self._build_tables(forks)
-            kind = StepKind.TABLE
-        else:
+        began = self._clock()
+        made = self._steps.make_next()
+        if made is None:
             self._plan_at_leisure()
             return False
-        self._prefilled_last = kind == StepKind.PREFILL
         self._publisher.flush()
         seconds = self._clock() - began
-        self.statistics.count_step(kind, seconds)
-        self.planner.step_took(kind, batch_size, seconds)
+        self.statistics.count_step(made.kind, seconds)
+        self.planner.step_took(made.kind, made.batch_size, seconds)
         self._note_answers()
         self._plan_if_overdue()
         return True
-
-    def _draft(self, rows: NDArray[np.int64]) -> int:
-        """One token of each just-in-time speculation; those that are complete are sent."""
-        positions, tokens = self._rows.next_inputs(rows)
-        logits = self.engine.extend_one(rows, positions, tokens)
-        place = positions + 1 - self._rows.committed[rows]
-        num_candidates = self.planner.plan.num_candidates
-        self._rows.extend(rows, self._draw(logits, rows, positions + 1, place, num_candidates))
-        complete = self._rows.finish_chains(rows)
-        if len(complete):
-            self._publisher.reply(complete)
-        return len(rows)
-
-    def _prefill(self, row: int) -> None:
-        state = self._rows
-        start = int(state.computed[row])
-        stop = min(start + self._chunk, int(state.committed[row]))
-        logits = self.engine.extend(row, start, state.text[row, start:stop])
-        state.computed[row] = stop
-        self.statistics.prefill_tokens += stop - start
-        if stop < state.committed[row]:
-            return
-        rows = np.array([row])
-        drawn = self._draw(logits[None], rows, np.array([stop]), np.zeros(1, np.int64), state.shape.max_candidates)
-        state.finish_prompt(row, drawn, self.planner.plan.jit_depth)
-        if state.phase[row] == Phase.FORK:
-            self._publisher.reply(rows)
-
-    def _build_tables(self, forks: NDArray[np.int64]) -> int:
-        """One step of all tables that are not complete, after beginning those of ``forks``."""
-        state = self._rows
-        if len(forks):
-            self._branches.fork(forks, self.planner.plan)
-            self._publisher.begin(forks)
-            self.statistics.tables += len(forks)
-        rows = state.in_phase(Phase.TABLE)
-        if not len(rows):
-            return 0
-        step = self._branches.next_step(rows)
-        named, cells = self._branches.take_step(step, *self._drawn_in(step, self.engine.step(step)))
-        if len(named):
-            self._publisher.begin(named)
-        self._publisher.write(cells)
-        return len(rows)
-
-    def _drawn_in(self, step: BranchStep, logits: torch.Tensor) -> tuple[Drawn, Drawn]:
-        """What the live rows of a step draw, from ``logits`` [b, G, V]: trunks, and branches in the order of the step.
-
-        The outcomes of a chain that the draft model did not make may all be at one position: those trunks keep more
-        candidates.
-        """
-        state, (_, width) = self._rows, step.live.shape
-        rows, flat = np.repeat(step.slots, width), logits.flatten(0, 1)
-        positions = (step.prefix + step.depth + 1).ravel()
-        place = step.depth.copy()
-        place[:, 0] = step.prefix[:, 0] + 1 - state.committed[step.slots]
-        place = place.ravel()
-        drawn = self._draw(flat, rows, positions, place, self.planner.plan.num_candidates)
-        live, is_trunk = step.live.ravel(), np.arange(len(rows)) % width == 0
-        trunk = np.flatnonzero(live & is_trunk)
-        trunks, wide = drawn.pick(trunk), state.source[rows[trunk]] >= Source.SUFFIX
-        if wide.any():
-            at = trunk[wide]
-            index = torch.from_numpy(at).to(logits.device)
-            more = self._draw(flat[index], rows[at], positions[at], place[at], state.shape.max_candidates)
-            trunks = trunks.with_candidates(np.flatnonzero(wide), more.candidates)
-        return trunks, drawn.pick(np.flatnonzero(live & ~is_trunk))
-
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        place: NDArray[np.int64],
-        num_candidates: int,
-    ) -> Drawn:
-        """Draw a token at ``positions`` [n] of ``rows`` [n], which are places ``place`` of a speculation."""
-        lookahead = self._rows.lookahead
-        fan_out = self.planner.plan.counts[Source.HIT, lookahead, np.clip(place, 0, lookahead - 1)]
-        return self._drafter.draw(logits, rows, positions, fan_out, num_candidates)
 
     # -- planning ----------------------------------------------------------------------------------
 

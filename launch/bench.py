@@ -1,4 +1,4 @@
-"""Paired speed comparison of real servers: AR, STANDALONE, NGRAM, SSD, and SSD without its table.
+"""Paired speed comparison of real servers: AR, STANDALONE, NGRAM, SSD, and SSD with single options changed.
 
 All servers are up for the whole run; the one that is measured runs, the others are stopped (SIGSTOP), since an
 idle SGLang scheduler polls.  A repetition measures every mode once, in alternating order, and speeds are compared
@@ -31,7 +31,17 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 TARGET = CHECKOUT / "tests" / "models" / "tiny-target"
 DRAFT = CHECKOUT / "tests" / "models" / "tiny-draft"
 HOST = "127.0.0.1"
-MODES = ("ar", "standalone", "ngram", "ssd", "ssd-no-table")
+SSD_OPTIONS: dict[str, dict] = {
+    "ssd": {},
+    "ssd-no-table": {"service": {"fan_out": 0}},
+    "ssd-auto-fan-out": {"service": {"fan_out": "auto"}},
+    "ssd-primary": {"service": {"backup": "primary"}},
+    "ssd-suffix": {"service": {"backup": "suffix"}},
+    "ssd-empty": {"service": {"backup": "empty"}},
+    "ssd-shared-noise": {"verification": "shared_noise"},
+}
+"""Modes of SSD, and the options of the verifier and its service in which they differ from the plain one."""
+MODES = ("ar", "standalone", "ngram", *SSD_OPTIONS)
 REQUEST_WITHIN_S = 600.0
 
 
@@ -92,15 +102,18 @@ def flags(name: str, arguments: argparse.Namespace) -> list[str]:
         return ["--speculative-algorithm", "STANDALONE", *draft, *steps, *width]
     if name == "ngram":
         return ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(arguments.num_steps + 1)]
-    if name.startswith("ssd"):
-        service = {"fan_out": 0 if name == "ssd-no-table" else fan_out(arguments.fan_out)}
-        config = json.dumps({"deadline_ms": 1000, "service": service})
+    if name in SSD_OPTIONS:
+        options = dict(SSD_OPTIONS[name])
+        service = {"fan_out": fan_out(arguments.fan_out), **options.pop("service", {})}
+        config = json.dumps({"deadline_ms": 1000, "service": service, **options})
         return ["--speculative-algorithm", "SSD", *draft, *steps, "--speculative-ssd-config", config]
     return []
 
 
-def fan_out(text: str) -> int | list[int]:
-    """``3`` or ``5,3,2,2,6``."""
+def fan_out(text: str) -> int | list[int] | str:
+    """``3``, ``5,3,2,2,6`` or ``auto``."""
+    if text == "auto":
+        return text
     numbers = [int(word) for word in text.split(",")]
     return numbers[0] if len(numbers) == 1 else numbers
 

@@ -3,7 +3,8 @@
   fan-out      Figure 3: miss rate against fan-out, with the fitted power law
   temperature  Figure 4: hit rate of the geometric and of the measured allocation against the uniform one
   downweight   Figure 5: acceptance against hit rate along Saguaro's C, and the predicted speedup
-  backup       Figure 6: slow against fast backup over batch size, predicted from measured step times
+  backup       Figure 6: slow against fast backup over batch size, predicted from measured step times,
+               and measured on servers (--measured)
 
 Outcomes are counted in rounds run offline, one at a time, with both models in float32; only step times are timed.
 Figures 4 and 5 also show a second way of sampling: draft and target share their Gumbel noise.
@@ -25,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reproduction.measured import Measured, read_measured
 from reproduction.plan import FIGURES, Plan, Setting, all_settings
 from reproduction.prompts import read_prompts
 from rich.console import Console
@@ -62,6 +64,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=plan.seed, help="of all sampling (%(default)s)")
     parser.add_argument("--model-path", default=str(MODELS / "tiny-target"), help="target")
     parser.add_argument("--draft-model-path", default=str(MODELS / "tiny-draft"), help="draft, same vocabulary")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="for the backup figure: what launch/bench --modes ar ssd-primary ssd-suffix ssd-empty --json has written",
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds and coarse grids: see that it works")
     return parser.parse_args()
 
@@ -139,7 +149,9 @@ def encoded(pair: Pair, prompts: list[str], plan: Plan) -> list[list[int]]:
     return [pair.tokenizer(prompt).input_ids[-room:] for prompt in prompts]
 
 
-def run(figures: list[str], prompts: list[str], plan: Plan, arguments: argparse.Namespace) -> None:
+def run(
+    figures: list[str], prompts: list[str], measured: list[Measured], plan: Plan, arguments: argparse.Namespace
+) -> None:
     """Collect everything the figures need, each run once, and write them.
 
     Raises:
@@ -164,7 +176,7 @@ def run(figures: list[str], prompts: list[str], plan: Plan, arguments: argparse.
         counts = collect_all(figures, start, plan, progress)
         times = measure_times(pair, arguments.draft_model_path, plan, progress) if "backup" in figures else None
         for figure in figures:
-            write(figure, counts, times, plan, described(prompts, plan, arguments), arguments.output)
+            write(figure, counts, times, measured, plan, described(prompts, plan, arguments), arguments.output)
     for figure in figures:
         sys.stdout.write(f"{arguments.output / figure}.json\n{arguments.output / figure}.png\n")
 
@@ -221,6 +233,7 @@ def write(
     figure: str,
     counts: dict[Setting, NDArray[np.int64]],
     times: StepTimes | None,
+    measured: list[Measured],
     plan: Plan,
     settings: dict[str, Any],
     folder: Path,
@@ -229,6 +242,8 @@ def write(
     from reproduction import curves, plots
 
     data = curves.curves_of(figure, counts, plan, times)
+    if figure == "backup":
+        curves.add_measured(data, measured)
     content: dict[str, Any] = {"figure": figure, "settings": settings, "curves": data}
     if figure == "backup" and times is not None:
         content["step_seconds"] = asdict(times)
@@ -255,9 +270,10 @@ def main() -> int:
     try:
         figures, plan = chosen_figures(arguments.figures), make_plan(arguments)
         prompts = read_prompts(arguments.prompts)[: plan.num_prompts]
+        measured = [read_measured(path) for path in arguments.measured]
         make_folder(arguments.output)
         require_matplotlib()
-        run(figures, prompts, plan, arguments)
+        run(figures, prompts, measured, plan, arguments)
     except ConfigError as error:
         sys.stderr.write(f"launch/figures: {error}\n")
         return 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from reproduction import counts as counting
 from reproduction.counts import ALLOCATIONS, Outcomes, cross_fitted_hit_rate, fit_power_law, outcomes
+from reproduction.measured import Measured
 from reproduction.plan import BACKUPS, DownweightCase, Plan, Setting, both_rules, downweighted
 from reproduction.rounds import BACKUP, PREPARED
 from reproduction.step_times import StepTimes
@@ -190,6 +191,14 @@ def _backup_panel(counts: Counts, plan: Plan, times: StepTimes, temperature: flo
         "after_miss": {backup: miss._asdict() for backup, miss in misses.items()},
         "predicted": lines,
     }
+
+
+def add_measured(panels: list[dict[str, Any]], measured: Sequence[Measured]) -> None:
+    """Put the speedups of real servers beside the predicted ones, in the panels of their temperature and fan-out."""
+    for panel in panels:
+        for run in measured:
+            if (run.temperature, run.fan_out) == (panel["temperature"], panel["fan_out"]):
+                panel.setdefault("measured", {}).update(run.lines(BACKUPS))
 
 
 class _Yield(NamedTuple):

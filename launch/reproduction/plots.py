@@ -123,6 +123,9 @@ def backup(data: Data) -> Figure:
                 axes.axvline(
                     crossing, color=COLOURS[number], linestyle=":", label=f"b* = {crossing:.1f}, {names[name]}"
                 )
+            if found := panel.get("measured", {}).get(name):
+                label = f"{names[name]}, measured"
+                axes.plot(found["batch_size"], found["speedup"], "x--", color=COLOURS[number], label=label)
         axes.set(xscale="log", xlabel="batch size b", ylabel="speedup against plain decoding")
         axes.set(title=f"T = {panel['temperature']:g}, F = {panel['fan_out']}")
         axes.set_xticks(*_labelled(*sizes))

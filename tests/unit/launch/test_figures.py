@@ -26,6 +26,8 @@ from reproduction.counts import (  # noqa: E402
     fit_power_law,
     outcomes,
 )
+from reproduction.curves import add_measured  # noqa: E402
+from reproduction.measured import read_measured  # noqa: E402
 from reproduction.pair import CachedModel, Pair, Start, load_pair, prefill  # noqa: E402
 from reproduction.plan import FIGURES, Plan, Setting, all_settings  # noqa: E402
 from reproduction.rounds import BACKUP, NUM_RANKS, PREPARED, Rounds, bonus_ranks, collect  # noqa: E402
@@ -231,6 +233,32 @@ class TestQuickRun:
                 assert len(line["speedup"]) == len(panel["batch_size"])
 
 
+def test_measured_speedups_go_to_the_panel_of_their_temperature_and_fan_out(tmp_path: Path) -> None:
+    rows = [
+        {"batch": batch, "mode": mode, "x_ar": speedup}
+        for batch, mode, speedup in [
+            (4, "ssd-primary", 1.8),
+            (1, "ssd-primary", 2.5),
+            (1, "ssd-empty", 2.2),
+            (1, "ar", 1),
+        ]
+    ]
+    (tmp_path / "bench.json").write_text(
+        json.dumps({"arguments": {"temperature": 0.0, "fan_out": "3", "num_steps": 4}, "rows": rows})
+    )
+    panels: list[dict[str, Any]] = [
+        {"temperature": 0.0, "fan_out": 3},
+        {"temperature": 0.0, "fan_out": 1},
+        {"temperature": 1.0, "fan_out": 3},
+    ]
+    add_measured(panels, [read_measured(tmp_path / "bench.json")])
+    assert panels[0]["measured"] == {
+        "primary": {"batch_size": [1, 4], "speedup": [2.5, 1.8]},
+        "empty": {"batch_size": [1], "speedup": [2.2]},
+    }
+    assert "measured" not in panels[1] | panels[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -240,6 +268,8 @@ class TestQuickRun:
         (["--output", "{}/out", "--prompts", "{}/none.jsonl"], "none.jsonl cannot be read"),
         (["--output", "{}/out", "--prompts", "{}/empty.jsonl"], "has 0 prompts"),
         (["--output", "{}/out", "--prompts", "{}/wrong.jsonl"], "Line 2 of"),
+        (["--output", "{}/out", "--measured", "{}/none.json"], "none.json cannot be read"),
+        (["--output", "{}/out", "--measured", "{}/wrong.jsonl"], "write it with launch/bench"),
         (["--output", "{}/out", "--num-rounds", "0"], "--num-rounds is 0"),
         (["--output", "{}/out", "--num-rounds", "1000"], "lower --num-rounds"),
         (["--output", "{}/out", "--model-path", "{}/nothing"], "There is no model in"),

@@ -22,6 +22,7 @@ from sglang_ssd import sampling
 from sglang_ssd.coupling import coupled_rows
 from sglang_ssd.flags import verifier_config
 from sglang_ssd.handoff import Handoff
+from sglang_ssd.penalties import has_penalties, restore_history
 from sglang_ssd.rejection import unpack
 from sglang_ssd.spec_input import ChainBuilder, SSDDraftInput
 from sglang_ssd.speculation import Speculation, connect
@@ -110,8 +111,8 @@ class SSDWorker(BaseSpecWorker):
         if self._speculation is not None:
             # Before the target's forward, so that both prefills overlap and the first round can hit.
             self._speculation.open(slots, batch.reqs)
-        if sampling.has_penalties(batch.sampling_info):
-            sampling.restore_history(batch.sampling_info, batch.reqs)
+        if has_penalties(batch.sampling_info):
+            restore_history(batch.sampling_info, batch.reqs)
         sampling.seed_first_tokens(batch.sampling_info, batch.reqs, self._target_worker.model_runner.sampler)
         result = self._target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
@@ -161,7 +162,7 @@ class SSDWorker(BaseSpecWorker):
     def _speculate(self, speculation: Speculation, batch: ScheduleBatch) -> tuple[torch.Tensor, sampling.Basis]:
         slots = batch.req_pool_indices_cpu.numpy()
         outputs = None
-        if sampling.has_penalties(batch.sampling_info):
+        if has_penalties(batch.sampling_info):
             outputs = speculation.outputs(slots, batch.reqs)
         drafts, q = speculation.speculate(slots, batch.reqs)
         if not sampling.has_explicit_law(batch.sampling_info, self._target_worker.model_runner.sampler):

@@ -16,7 +16,7 @@ class OutcomeKind(StrEnum):
     """What an outcome met. All but the first two are misses, by cause."""
 
     HIT = "hit"
-    """Prepared, all K tokens."""
+    """Prepared, and no further token is drafted: K of them, or as many as were planned."""
     SHORT_HIT = "short_hit"
     """Prepared, but cut short: the rest was drafted just in time."""
     NOT_STARTED = "not_started"

@@ -20,7 +20,7 @@ class ProposalKind(IntEnum):
     EMPTY = 0
     """Nothing was there in time: the row did a plain decode step in the verify shape."""
     HIT = 1
-    """The outcome was in the published table at full depth; nobody waited."""
+    """The outcome was in the published table, complete; nobody waited."""
     SHORT_HIT = 2
     """The outcome was in the table, but cut short; the speculator finished it."""
     BACKUP = 3

@@ -24,19 +24,24 @@ class Configuration:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of ``--speculative-ssd-config``."""
+    service: Mapping[str, Any] = field(default_factory=dict)
+    """Of the embedded service."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 _OVERLAP = {"overlap_on_cpu": True}
 _RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+_FIXED = {"backup": "primary", "adapt_depth": False}
+_PLANNED = {"fan_out": "auto", "downweight": "auto"}
 
 CONFIGURATIONS = {
-    "sync": Configuration(),
-    "overlap": Configuration(_OVERLAP),
-    "sync-retract": Configuration(environment=_RETRACT),
-    "overlap-retract": Configuration(_OVERLAP, _RETRACT),
+    "sync": Configuration(service=_FIXED),
+    "overlap": Configuration(_OVERLAP, _FIXED),
+    "sync-retract": Configuration(service=_PLANNED, environment=_RETRACT),
+    "overlap-retract": Configuration(_OVERLAP, _PLANNED, _RETRACT),
 }
-"""In the order in which the tests use them."""
+"""In the order in which the tests use them: with a fixed plan, so that what is accepted does not depend on times, and
+with everything left to measurements."""
 
 
 class SSDServer(SGLangServer):
@@ -45,7 +50,8 @@ class SSDServer(SGLangServer):
     def __init__(self, name: str, logs: Path, flags: Sequence[str] = ()) -> None:
         configuration = CONFIGURATIONS[name]
         http_port = free_port()
-        options = {"deadline_ms": DEADLINE_MS, "service": {"http_port": http_port}, **configuration.options}
+        service = {"http_port": http_port, **configuration.service}
+        options = {"deadline_ms": DEADLINE_MS, "service": service, **configuration.options}
         super().__init__(f"ssd-{name}", [*ssd_flags(options), *flags], logs, configuration.environment)
         self.service = ServiceView(http_port)
         self.service.note_capacity()

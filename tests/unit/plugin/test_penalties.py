@@ -1,4 +1,4 @@
-"""Verification position by position: penalties as SGLang's own penalizers give them."""
+"""Penalties at every verified position: as SGLang's own penalizers give them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def one_by_one(logits: torch.Tensor, outputs: list[list[int]], drafts: torch.Ten
 
 @pytest.mark.parametrize("seed", range(5))
 def test_penalties_are_those_of_plain_decoding_at_every_position(seed: int) -> None:
-    from sglang_ssd.sampling import apply_penalties
+    from sglang_ssd.penalties import apply_penalties
 
     torch.manual_seed(seed)
     width, length = 5, 4

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.backup.suffix import SuffixBackup
+from speculator_service.phase import Phase
 from speculator_service.rows import Rows
 
 _TOKENS_AT_ONCE = 1024
@@ -13,7 +14,7 @@ _TOKENS_AT_ONCE = 1024
 
 
 class Suffixes:
-    """One automaton for each row that was ever asked about; it is replaced with the row's sequence."""
+    """One automaton for each row that was asked about; it goes with the row's sequence."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -26,6 +27,8 @@ class Suffixes:
             Tokens [b, K] and how many of them there are [b]: 0 where the end of the text has not occurred before,
             or a long text is not taken in yet.
         """
+        for row in [row for row in self._backups if self._rows.phase[row] == Phase.FREE]:
+            del self._backups[row]
         lookahead = self._rows.lookahead
         tokens, depth = np.zeros((len(rows), lookahead), np.int64), np.zeros(len(rows), np.int64)
         for place, row in enumerate(rows.tolist()):

@@ -129,13 +129,20 @@ class Branches:
         state.branch_q[at] = 0 if branches.q is None else branches.q
         state.steps[rows] += 1
 
-        fresh = rows[step.live[:, 0]]
-        state.extend(fresh, trunks)
-        place = state.computed[fresh] - state.committed[fresh]
-        named = state.accepted[fresh] == place[:, None]
-        self._name(fresh, named)
+        glued = rows[step.live[:, 0]]
+        named = self._take_trunks(glued, trunks) if len(glued) else glued
+        state.phase[rows[state.steps[rows] >= state.steps_needed[rows]]] = Phase.DONE
+        return named, Cells(rows[i], column, depth + 1)
+
+    def _take_trunks(self, rows: NDArray[np.int64], trunks: Drawn) -> NDArray[np.int64]:
+        """Take what was drawn [b] for trunks that were extended; returns the rows of which more outcomes are known."""
+        state = self._rows
+        state.extend(rows, trunks)
+        place = state.computed[rows] - state.committed[rows]
+        columns = state.accepted[rows] == place[:, None]
+        self._name(rows, columns)
         self._count_steps(rows)
-        return fresh[named.any(1)], Cells(rows[i], column, depth + 1)
+        return rows[columns.any(1)]
 
 
 def _beside(column: NDArray[S], columns: NDArray[S]) -> NDArray[S]:

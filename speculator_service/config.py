@@ -95,6 +95,7 @@ class SpeculatorConfig:
     http_host: str = _option("127.0.0.1", "address of /health, /info and /metrics")
     http_port: int = _option(5758, f"port of these; 0: any free one, {NO_HTTP}: none")
     expiry_s: float = _option(30.0, "a verifier that is silent for so many seconds is forgotten")
+    trace: str | None = _option(None, "file that receives a trace of all rounds, for ui.perfetto.dev")
     log_level: str = _option("info", f"one of {', '.join(_LOG_LEVELS)}; logs go to stderr")
     exit_with_stdin: bool = _option(False, "end when stdin does: for a parent that must not outlive its service")
     announce: bool = _option(False, "when ready, print one line on stdout: ready ENDPOINT HTTP_ADDRESS (or -)")

@@ -28,6 +28,7 @@ from ssd_proto.control import ControlServer
 from ssd_proto.doorbell import Doorbell
 from ssd_proto.fingerprint import fingerprint
 from ssd_proto.host import host_identity, new_incarnation
+from ssd_proto.trace import open_trace
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class SpeculatorService:
             hub = ZmqHub(config.data_address())
             stack.callback(hub.close)
             doorbell = stack.enter_context(Doorbell())
+            trace = open_trace(config.trace, "speculator")
+            stack.callback(trace.close)
             registry = metrics_registry()
             http = None
             if config.http_port != NO_HTTP:
@@ -86,6 +89,7 @@ class SpeculatorService:
                 num_kept=config.num_kept,
                 temperature_factor=config.draft_temperature,
                 prefill_chunk=config.prefill_chunk,
+                trace=trace,
             )
             stack.callback(_detach_all, speculator)
             loop = ModelLoop(speculator, hub, doorbell, config.spin_us * 1e-6)

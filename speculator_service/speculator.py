@@ -33,6 +33,7 @@ from speculator_service.steps import ModelSteps
 from speculator_service.validation import are_tokens, are_valid, is_valid_open, later_of_each
 from ssd_proto.errors import ChannelClosed, ProtocolError
 from ssd_proto.records import NO_KEY, CloseSequence, Event, OpenSequence
+from ssd_proto.trace import NO_TRACE, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Speculator:
         num_kept: int = 0,
         temperature_factor: float = 1.0,
         prefill_chunk: int = 256,
+        trace: Trace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         lookahead, num_outcomes = engine.lookahead, planner.num_outcomes
@@ -70,7 +72,7 @@ class Speculator:
             raise ValueError("the draft engine was built for another lookahead or fan-out")
         self.engine, self.planner, self.num_kept = engine, planner, num_kept
         self.statistics = Statistics(lookahead)
-        self._chunk, self._clock = prefill_chunk, clock
+        self._chunk, self._clock, self._trace = prefill_chunk, clock, trace
         candidates = min(planner.max_candidates, engine.vocab_size)
         shape = RowShape(engine.max_slots, engine.context_length, lookahead, num_outcomes, candidates, num_kept)
         self._rows = Rows(shape)
@@ -78,7 +80,9 @@ class Speculator:
         self._publisher = Publisher(self._rows)
         self._admission = Admission(engine, self._rows)
         drafter = Drafter(self._rows, num_kept, temperature_factor)
-        self._steps = ModelSteps(engine, self._rows, planner, drafter, self._publisher, self.statistics, prefill_chunk)
+        self._steps = ModelSteps(
+            engine, self._rows, planner, drafter, self._publisher, self.statistics, prefill_chunk, trace
+        )
         self._steps_since_due = 0
 
     # -- verifiers ---------------------------------------------------------------------------------
@@ -150,7 +154,8 @@ class Speculator:
         elif isinstance(event, CloseSequence):
             self._close(verifier, event)
         else:
-            self._take_outcomes(verifier, event)
+            with self._trace.span("outcomes", batch=len(event)):
+                self._take_outcomes(verifier, event)
 
     def _open(self, verifier: Verifier, event: OpenSequence) -> None:
         slot, tokens = event.slot, np.asarray(event.tokens, np.int64)

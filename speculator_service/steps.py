@@ -18,6 +18,7 @@ from speculator_service.publisher import Publisher
 from speculator_service.rows import Rows
 from speculator_service.saguaro.sources import Source
 from speculator_service.statistics import Statistics, StepKind
+from ssd_proto.trace import Trace
 
 
 class StepMade(NamedTuple):
@@ -44,10 +45,11 @@ class ModelSteps:
         publisher: Publisher,
         statistics: Statistics,
         prefill_chunk: int,
+        trace: Trace,
     ) -> None:
         self._engine, self._rows, self._planner, self._drafter = engine, rows, planner, drafter
         self._publisher, self._statistics, self._chunk = publisher, statistics, prefill_chunk
-        self._branches = Branches(rows)
+        self._branches, self._trace = Branches(rows), trace
         self._prefilled_last = False
 
     def make_next(self) -> StepMade | None:
@@ -63,19 +65,23 @@ class ModelSteps:
         tables_turn = has_table and self._prefilled_last and not (prompt is not None and state.awaited[prompt] >= 0)
         self._prefilled_last = False
         if len(drafting):
-            return StepMade(StepKind.DRAFT, self._draft(drafting))
+            with self._trace.span("draft step", batch=len(drafting)):
+                return StepMade(StepKind.DRAFT, self._draft(drafting))
         if prompt is not None and not tables_turn:
-            self._prefill(prompt)
+            with self._trace.span("prefill"):
+                self._prefill(prompt)
             self._prefilled_last = True
             return StepMade(StepKind.PREFILL, 1)
         if has_table:
-            return StepMade(StepKind.TABLE, self._build_tables(forks))
+            with self._trace.span("table step"):
+                return StepMade(StepKind.TABLE, self._build_tables(forks))
         return None
 
     def _draft(self, rows: NDArray[np.int64]) -> int:
         """One token of each just-in-time speculation; those that are complete are sent."""
         positions, tokens = self._rows.next_inputs(rows)
-        logits = self._engine.extend_one(rows, positions, tokens)
+        with self._trace.span("model"):
+            logits = self._engine.extend_one(rows, positions, tokens)
         place = positions + 1 - self._rows.committed[rows]
         num_candidates = self._planner.plan.num_candidates
         self._rows.extend(rows, self._draw(logits, rows, positions + 1, place, num_candidates))
@@ -88,7 +94,8 @@ class ModelSteps:
         state = self._rows
         start = int(state.computed[row])
         stop = min(start + self._chunk, int(state.committed[row]))
-        logits = self._engine.extend(row, start, state.text[row, start:stop])
+        with self._trace.span("model", tokens=stop - start):
+            logits = self._engine.extend(row, start, state.text[row, start:stop])
         state.computed[row] = stop
         self._statistics.prefill_tokens += stop - start
         if stop < state.committed[row]:
@@ -103,17 +110,23 @@ class ModelSteps:
         """One step of all tables that are not complete, after beginning those of ``forks``."""
         state = self._rows
         if len(forks):
-            self._branches.fork(forks, self._planner.plan)
-            self._publisher.begin(forks)
+            with self._trace.span("fork", tables=len(forks)):
+                self._branches.fork(forks, self._planner.plan)
+                self._publisher.begin(forks)
             self._statistics.tables += len(forks)
         rows = state.in_phase(Phase.TABLE)
         if not len(rows):
             return 0
         step = self._branches.next_step(rows)
-        named, cells = self._branches.take_step(step, *self._drawn_in(step, self._engine.step(step)))
-        if len(named):
-            self._publisher.begin(named)
-        self._publisher.write(cells)
+        with self._trace.span("model", batch=len(rows), branches=int(step.live[:, 1:].sum())):
+            logits = self._engine.step(step)
+        with self._trace.span("draw"):
+            drawn = self._drawn_in(step, logits)
+        with self._trace.span("publish"):
+            named, cells = self._branches.take_step(step, *drawn)
+            if len(named):
+                self._publisher.begin(named)
+            self._publisher.write(cells)
         return len(rows)
 
     def _drawn_in(self, step: BranchStep, logits: torch.Tensor) -> tuple[Drawn, Drawn]:

@@ -153,7 +153,8 @@ def _service_options(server_args: ServerArgs) -> list[str] | None:
         "lookahead": cfg.speculative_num_steps,
         "num_kept": config.num_kept,
         "max_sequences": cfg.max_running_requests,
-        "dtype": cfg.dtype,
+        # On a CPU the service knows better: the draft's precision never decides about the text.
+        "dtype": "auto" if cfg.device == "cpu" else cfg.dtype,
         "device": _free_device(cfg),
         "trust_remote_code": cfg.trust_remote_code,
         "log_level": cfg.log_level,

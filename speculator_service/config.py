@@ -46,7 +46,7 @@ class SpeculatorConfig:
         None, "where verifiers without shared memory send outcomes; default: any free port beside --endpoint"
     )
     device: str = _option("cpu", "device of the draft model: cpu, cuda or cuda:N; it must not be the target's")
-    dtype: str = _option("auto", "auto (the model's own), float32, float16 or bfloat16")
+    dtype: str = _option("auto", "auto (float32 on a CPU, else the model's own), float32, float16 or bfloat16")
     attention_backend: str | None = _option(
         None, "shared_trunk (CPU only, default there) or a decode backend of SGLang (default on CUDA: triton)"
     )

@@ -161,7 +161,9 @@ class _SharedTrunkPath:
         # Most branches are dead in every slot, as in the last step of a round: leave them out.
         branches = np.nonzero(used)[0]
         slots, tokens, prefix, depth, live = step
-        part = BranchStep(slots, tokens[:, branches], prefix[:, branches], depth[:, branches], live[:, branches])
+        part = BranchStep(
+            slots, tokens.take(branches, 1), prefix.take(branches, 1), depth.take(branches, 1), live.take(branches, 1)
+        )
         logits = self._uniform(part, branches)
         out = logits.new_zeros(*live.shape, logits.shape[-1])
         return out.index_copy_(1, torch.from_numpy(branches), logits)
@@ -170,10 +172,8 @@ class _SharedTrunkPath:
         """``branches`` [G]: which branch each column of the step is, 0 for the trunk."""
         slots, tokens, prefix, depth, live = step
         plan = plan_decode(self._cells, slots, branches, prefix, depth, live)
-        positions = torch.from_numpy(np.where(live, prefix + depth, 0).reshape(-1))
         inputs = torch.from_numpy(np.where(live, tokens, 0).reshape(-1))
-        rows = torch.zeros_like(positions)
-        logits = self._runner.decode(inputs, positions, plan.written, rows, positions + 1, plan)
+        logits = self._runner.decode_planned(inputs, plan)
         return logits.view(*tokens.shape, -1)
 
     def adopted(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None:

@@ -1,8 +1,9 @@
 """A short forward for Llama-like models on CPU, on the weights and KV cells of a model that SGLang has loaded.
 
-A step of a small model on CPU is mostly dispatch: SGLang's module tree costs about as much as the arithmetic. This is
-the same arithmetic without the tree. It is an optimisation only: a model is taken if its parts are exactly the known
-ones, and :func:`agrees` has compared the two forwards; any other model runs through SGLang's own.
+A step of a small model on CPU is mostly dispatch: SGLang's module tree costs more than the arithmetic. This is the same
+arithmetic in float32: matrix products and attention by PyTorch, and one compiled pass between each two of them
+(:mod:`speculator_service.draft.kernels`). It is an optimisation only: a model is taken if its parts are exactly the
+known ones, and :func:`agrees` has compared the two forwards; any other model runs through SGLang's own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from speculator_service.draft.trunk_attention import AttentionPlan, attend
+from speculator_service.draft import kernels
+from speculator_service.draft.kernels import Floats
+from speculator_service.draft.trunk_attention import AttentionPlan
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
@@ -21,18 +24,40 @@ _ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbed
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: torch.Tensor  # [H]
-    qkv: torch.Tensor  # [(heads + 2 * key_heads) * D, H]
+    """Matrices are torch's and transposed for `torch.mm`, the rest are views for the kernels."""
+
+    input_norm: Floats  # [H]
+    qkv: torch.Tensor  # [H, (heads + 2 * key_heads) * D]
     qkv_bias: torch.Tensor | None
-    head_norm: torch.Tensor | None  # [heads + key_heads, D]: norms of each query and key head
-    out: torch.Tensor  # [H, heads * D]
-    mlp_norm: torch.Tensor  # [H]
-    gate_up: torch.Tensor  # [2 * M, H]
-    down: torch.Tensor  # [H, M]
-    keys: torch.Tensor  # [cells, key_heads, D]
-    values: torch.Tensor  # [cells, key_heads, D]
+    head_norm: Floats | None  # [heads + key_heads, D]: norms of each query and key head
+    out: torch.Tensor  # [heads * D, H]
+    mlp_norm: Floats  # [H]
+    gate_up: torch.Tensor  # [H, 2 * M]
+    down: torch.Tensor  # [M, H]
+    keys: Floats  # [cells, key_heads, D]
+    values: Floats  # [cells, key_heads, D]
     scale: float
     window: int
+
+
+class _Space:
+    """Intermediate results of n rows: tensors, and views of the same memory for the kernels (names ending in _)."""
+
+    def __init__(self, buffers: list[torch.Tensor], rows: int) -> None:
+        """``buffers``: those of `buffers_for`, of at least as many rows."""
+        mine = [buffer[:rows] for buffer in buffers]
+        self.x, self.normed, self.delta, self.projected, self.query, self.mixed, self.both, self.gated = mine
+        self.x_, self.normed_, self.delta_ = self.x.numpy(), self.normed.numpy(), self.delta.numpy()
+        self.projected_, self.query_, self.mixed_ = self.projected.numpy(), self.query.numpy(), self.mixed.numpy()
+        self.both_, self.gated_ = self.both.numpy(), self.gated.numpy()
+
+    @staticmethod
+    def buffers_for(layer: _Layer, rows: int) -> list[torch.Tensor]:
+        """Memory of spaces of up to ``rows`` rows."""
+        heads, hidden = layer.out.shape
+        projected, (intermediate, _) = layer.qkv.shape[1], layer.down.shape
+        widths = (hidden, hidden, hidden, projected, heads, heads, 2 * intermediate, intermediate)
+        return [torch.empty(rows, width) for width in widths]
 
 
 class LeanForward:
@@ -41,42 +66,80 @@ class LeanForward:
     def __init__(self, model: Any, layers: list[_Layer], context_length: int, vocab_size: int) -> None:
         first = model.model.layers[0].self_attn
         self._layers = layers
-        self._heads, self._key_heads, self._head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self._key_heads, self._repeats = first.num_kv_heads, first.num_heads // first.num_kv_heads
+        self._head_dim = first.head_dim
         self._eps = float(model.model.norm.variance_epsilon)
-        self._embedding = model.model.embed_tokens.weight
-        self._norm = model.model.norm.weight
-        self._head = model.lm_head.weight[:vocab_size]
-        cache = first.rotary_emb.cos_sin_cache[:context_length].to(self._embedding.dtype)
-        cos, sin = cache.chunk(2, -1)
-        self._cos = torch.cat([cos, cos], -1)[:, None]  # [context, 1, D]
-        self._sin = torch.cat([-sin, sin], -1)[:, None]
+        self._embedding = _view(model.model.embed_tokens.weight)
+        self._norm = _view(model.model.norm.weight)
+        self._head = model.lm_head.weight.detach()[:vocab_size].t()
+        cos, sin = first.rotary_emb.cos_sin_cache[:context_length].float().chunk(2, -1)
+        self._cos, self._sin = _view(cos.contiguous()), _view(sin.contiguous())
+        self._buffers = _Space.buffers_for(layers[0], 1)
+        self._spaces: dict[int, _Space] = {}  # by number of rows, all of them in the buffers
+        self._kv = torch.empty(0)
 
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, *, last_only: bool
-    ) -> torch.Tensor:
-        """tokens and positions [n]; returns logits [n, V], or [1, V] of the last row."""
-        heads = self._heads + self._key_heads
-        half = self._head_dim // 2
-        cos, sin = self._cos[positions], self._sin[positions]
-        x = self._embedding[tokens]
+    def __call__(self, tokens: torch.Tensor, plan: AttentionPlan, *, last_only: bool) -> torch.Tensor:
+        """tokens [n] of the rows of the plan; returns logits [n, V], or [1, V] of the last row."""
+        space = self._space(len(tokens))
+        kernels.embed(tokens.numpy(), self._embedding, space.x_)
+        space.delta_.fill(0)
         for layer in self._layers:
-            y = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(len(x), -1, self._head_dim)
-            qk = y[:, :heads]
-            if layer.head_norm is not None:
-                qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer.head_norm
-            turned = torch.cat([qk[..., half:], qk[..., :half]], -1)
-            qk = torch.addcmul(qk * cos, turned, sin)
-            layer.keys.index_copy_(0, plan.written, qk[:, self._heads :])
-            layer.values.index_copy_(0, plan.written, y[:, heads:])
-            q = qk[:, : self._heads]
-            mixed = attend(q, layer.keys, layer.values, plan, scale=layer.scale, window=layer.window)
-            x = x + F.linear(mixed, layer.out)
-            gate, up = F.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
-        return F.linear(self._rms(x[-1:] if last_only else x, self._norm), self._head).float()
+            kernels.add_and_normalise(space.x_, space.delta_, layer.input_norm, self._eps, space.normed_)
+            self._project(layer, space)
+            self._attend(layer, space, plan)
+            torch.mm(space.mixed, layer.out, out=space.delta)
+            kernels.add_and_normalise(space.x_, space.delta_, layer.mlp_norm, self._eps, space.normed_)
+            torch.mm(space.normed, layer.gate_up, out=space.both)
+            kernels.gate(space.both_, space.gated_)
+            torch.mm(space.gated, layer.down, out=space.delta)
+        kernels.add_and_normalise(space.x_, space.delta_, self._norm, self._eps, space.normed_)
+        return torch.mm(space.normed[-1:] if last_only else space.normed, self._head)
 
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+    def _project(self, layer: _Layer, space: _Space) -> None:
+        """Queries, keys and values of all heads."""
+        if layer.qkv_bias is None:
+            torch.mm(space.normed, layer.qkv, out=space.projected)
+        else:
+            torch.addmm(layer.qkv_bias, space.normed, layer.qkv, out=space.projected)
+        if layer.head_norm is not None:
+            kernels.normalise_heads(space.projected_, layer.head_norm, self._eps)
+
+    def _attend(self, layer: _Layer, space: _Space, plan: AttentionPlan) -> None:
+        """Write keys and values, then mix the values that each row sees."""
+        b, g, k, r, size = plan.batch, plan.rows, self._key_heads, self._repeats, self._head_dim
+        query = space.query_.reshape(b, k, g, r, size)
+        kernels.rotate_and_store(
+            space.projected_,
+            self._cos,
+            self._sin,
+            plan.positions.numpy(),
+            plan.written.numpy(),
+            layer.keys,
+            layer.values,
+            query,
+        )
+        keys, values = self._gathered(plan)
+        kernels.gather(layer.keys, layer.values, plan.keys.numpy().reshape(b, -1), keys.numpy(), values.numpy())
+        bias = plan.bias(layer.window, r, torch.float32)
+        folded = space.query.view(b, k, g * r, size)
+        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=layer.scale)
+        kernels.by_row(mixed.contiguous().view(b, k, g, r, size).numpy(), space.mixed_)
+
+    def _space(self, rows: int) -> _Space:
+        if rows > len(self._buffers[0]):
+            self._buffers = _Space.buffers_for(self._layers[0], 2 * rows)
+            self._spaces.clear()
+        if rows not in self._spaces:
+            self._spaces[rows] = _Space(self._buffers, rows)
+        return self._spaces[rows]
+
+    def _gathered(self, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the keys and values of a plan, [b, k, S, D] each; the same memory in every layer."""
+        size = len(plan.keys) * self._key_heads * self._head_dim
+        if len(self._kv) < 2 * size:
+            self._kv = torch.empty(4 * size)
+        shape = (plan.batch, self._key_heads, -1, self._head_dim)
+        return self._kv[:size].view(shape), self._kv[size : 2 * size].view(shape)
 
 
 def make_lean(
@@ -92,14 +155,15 @@ def make_lean(
     """
     if type(model).__name__ not in _MODELS or not all(_known(layer) for layer in model.model.layers):
         return None
+    if any(tensor.dtype != torch.float32 for tensor in (*model.parameters(), *keys, *values)):
+        return None
     layers = [_layer(layer, keys[i], values[i]) for i, layer in enumerate(model.model.layers)]
     return LeanForward(model, layers, context_length, vocab_size)
 
 
-def agrees(lean: torch.Tensor, model: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits of the two forwards are equal up to the rounding of a model in ``dtype``."""
-    relative = 1e-4 if dtype == torch.float32 else 5e-2
-    return bool((lean - model).abs().max() <= relative * (1 + model.abs().max()))
+def agrees(lean: torch.Tensor, model: torch.Tensor) -> bool:
+    """Whether logits of the two forwards are equal up to rounding."""
+    return bool((lean - model).abs().max() <= 1e-4 * (1 + model.abs().max()))
 
 
 def _known(layer: Any) -> bool:
@@ -121,18 +185,29 @@ def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
     head_norm = None
     if hasattr(attention, "q_norm"):
         query = attention.q_norm.weight.expand(attention.num_heads, -1)
-        head_norm = torch.cat([query, attention.k_norm.weight.expand(attention.num_kv_heads, -1)])
+        head_norm = _view(torch.cat([query, attention.k_norm.weight.expand(attention.num_kv_heads, -1)]))
+    bias = attention.qkv_proj.bias
     return _Layer(
-        layer.input_layernorm.weight,
-        attention.qkv_proj.weight,
-        attention.qkv_proj.bias,
+        _view(layer.input_layernorm.weight),
+        _transposed(attention.qkv_proj),
+        None if bias is None else bias.detach(),
         head_norm,
-        attention.o_proj.weight,
-        layer.post_attention_layernorm.weight,
-        mlp.gate_up_proj.weight,
-        mlp.down_proj.weight,
-        keys,
-        values,
+        _transposed(attention.o_proj),
+        _view(layer.post_attention_layernorm.weight),
+        _transposed(mlp.gate_up_proj),
+        _transposed(mlp.down_proj),
+        _view(keys),
+        _view(values),
         attention.attn.scaling,
         attention.attn.sliding_window_size,
     )
+
+
+def _transposed(linear: Any) -> torch.Tensor:
+    weight: torch.Tensor = linear.weight.detach().t()
+    return weight
+
+
+def _view(tensor: torch.Tensor) -> Floats:
+    array: Floats = tensor.detach().numpy()
+    return array

@@ -88,11 +88,11 @@ class DraftRunner:
 
         With the shared-trunk attention ``plan`` is needed and ``row`` is not read.
         """
+        if self._lean is not None and plan is not None:
+            return self._lean(tokens, plan, last_only=True)[0]
         n, total = len(tokens), start + len(tokens)
         device = self.device
         positions = torch.arange(start, total, device=device)
-        if self._lean is not None and plan is not None:
-            return self._lean(tokens, positions, plan, last_only=True)[0]
         lengths = torch.tensor([total])
         batch = self._batch(
             ForwardMode.EXTEND,
@@ -120,18 +120,24 @@ class DraftRunner:
         cells: torch.Tensor,
         rows: torch.Tensor,
         lengths: torch.Tensor,
-        plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
         """One token for each of n rows; logits [n, V], valid until the next call.
 
-        All arguments are [n] int64 on the device, except ``lengths`` (position + 1) which is on the host. With the
-        shared-trunk attention ``plan`` is needed and ``rows`` are not read. Does not wait for the device.
+        All arguments are [n] int64 on the device, except ``lengths`` (position + 1) which is on the host. Does not wait
+        for the device.
         """
-        if self._lean is not None and plan is not None:
-            return self._lean(tokens, positions, plan, last_only=False)
         return self._forward(
-            self._batch(ForwardMode.DECODE, tokens, positions, cells, rows, positions + 1, lengths), plan
+            self._batch(ForwardMode.DECODE, tokens, positions, cells, rows, positions + 1, lengths), None
         )
+
+    @torch.inference_mode()
+    def decode_planned(self, tokens: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """`decode` of ``tokens`` [n] with the shared-trunk attention."""
+        if self._lean is not None:
+            return self._lean(tokens, plan, last_only=False)
+        rows, lengths = torch.zeros_like(plan.positions), plan.positions + 1
+        batch = self._batch(ForwardMode.DECODE, tokens, plan.positions, plan.written, rows, lengths, lengths)
+        return self._forward(batch, plan)
 
     def try_lean(self, context_length: int) -> None:
         """Use the short forward from now on, if it knows the model and computes what the model computes.
@@ -149,8 +155,8 @@ class DraftRunner:
         tokens = torch.arange(count)
         wanted = self.extend(tokens, plan.written, row=0, start=0, plan=plan)
         with torch.inference_mode():
-            got = lean(tokens, tokens, plan, last_only=True)[0]
-        if agrees(got, wanted, runner.dtype):
+            got = lean(tokens, plan, last_only=True)[0]
+        if agrees(got, wanted):
             self._lean = lean
         else:
             logger.warning("The short CPU forward differs from SGLang's for this model and is not used.")

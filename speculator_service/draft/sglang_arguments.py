@@ -14,7 +14,8 @@ def server_arguments(config: DraftConfig) -> dict[str, object]:
         "trust_remote_code": config.trust_remote_code,
         "device": config.device_type,
         "base_gpu_id": config.gpu_id,
-        "dtype": config.dtype,
+        # A lean forward exists in float32 only, and few CPUs are faster in anything else.
+        "dtype": "float32" if config.device_type == "cpu" and config.dtype == "auto" else config.dtype,
         "attention_backend": "torch_native" if shared_trunk else config.attention_backend,
         "page_size": 1,
         "max_running_requests": config.max_rows,

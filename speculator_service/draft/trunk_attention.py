@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from speculator_service.draft import kernels
 from speculator_service.draft.cells import CellTable
 
 
 class AttentionPlan:
     """Who attends to what in one forward of b slots with G rows each, n = b * G."""
+
+    positions: torch.Tensor
+    """[n] of the rows."""
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class AttentionPlan:
     ) -> None:
         """Shapes: keys and key_positions [b, S], query_positions [b, G], allowed [b, G, S], written [b, G]."""
         self.batch, self.rows = query_positions.shape
+        self.positions = torch.from_numpy(query_positions.reshape(-1))
         self.keys = torch.from_numpy(keys.reshape(-1))  # [b * S] cells to gather
         self.written = torch.from_numpy(written.reshape(-1))  # [n] cell that each row's key and value go to
         self._key_positions = key_positions
@@ -46,14 +51,12 @@ class AttentionPlan:
         return self._bias[key]
 
     def _make_bias(self, window: int, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
-        allowed = self._allowed
-        if window >= 0:
-            allowed = allowed & (self._key_positions[:, None, :] >= self._query_positions[:, :, None] - window)
-        if allowed.all():
+        batch, rows, length = self._allowed.shape
+        if window < 0 and self._allowed.all():
             return None
-        bias = torch.zeros(allowed.shape, dtype=dtype)
-        bias.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-        return bias.repeat_interleave(heads_per_key, 1)[:, None]
+        bias = torch.empty(batch, 1, rows * heads_per_key, length)
+        kernels.fill_bias(self._allowed, self._key_positions, self._query_positions, window, bias.numpy())
+        return bias.to(dtype)
 
 
 def attend(
@@ -86,11 +89,10 @@ def attend(
 
 def plan_extend(cells: CellTable, slot: int, start: int, count: int) -> AttentionPlan:
     """Rows are trunk positions [start, start + count) of one slot, each sees itself and all before."""
-    positions = np.arange(start + count)
-    trunk = cells.trunk[slot, : start + count]
-    queries = positions[None, start:]
-    allowed = positions[None, None, :] <= queries[:, :, None]
-    return AttentionPlan(trunk[None], positions[None], queries, allowed, trunk[None, start:])
+    positions = np.arange(start + count)[None]
+    trunk = cells.trunk[slot, None, : start + count]
+    queries = positions[:, start:].copy()
+    return AttentionPlan(trunk, positions, queries, positions[:, None] <= queries[:, :, None], trunk[:, start:].copy())
 
 
 def plan_decode(
@@ -106,25 +108,26 @@ def plan_decode(
     A dead row writes to cell 0 and sees the first key, so that its output is finite.
     """
     b, g = prefix.shape
-    columns = np.nonzero(branches)[0]  # the B columns that are branches
-    depth = np.where(live, depth, 0)
-    positions = np.where(live, prefix + depth, 0)
-    extent = np.where(live, prefix + (branches == 0), 1)  # trunk keys seen: [0, extent)
-    length, width = max(int(extent.max()), 1), int(depth.max()) + 1
-    trunk = cells.trunk[slots, :length]
-    own = cells.own[slots[:, None], branches[columns], :width]  # [b, B, W]
-    own_positions = prefix[:, columns, None] + np.arange(width)
-    sees_trunk = np.arange(length) < extent[:, :, None]
-    sees_own = np.zeros((b, g, len(columns), width), np.bool_)
-    sees_own[:, columns, np.arange(len(columns))] = np.arange(width) <= depth[:, columns, None]
-    sees_own &= live[:, :, None, None]
-    written = cells.trunk[slots[:, None], positions]
-    written[:, columns] = np.take_along_axis(own, depth[:, columns, None], 2)[:, :, 0]
-    written[~live] = 0
-    return AttentionPlan(
-        np.concatenate([trunk, own.reshape(b, -1)], 1),
-        np.concatenate([np.broadcast_to(np.arange(length), (b, length)), own_positions.reshape(b, -1)], 1),
-        positions,
-        np.concatenate([sees_trunk, sees_own.reshape(b, g, -1)], 2),
+    live = np.ascontiguousarray(live)
+    prefix, depth = (np.ascontiguousarray(np.where(live, values, 0)) for values in (prefix, depth))
+    positions = prefix + depth
+    length, width = int(prefix.max(initial=0)) + 1, int(depth.max(initial=0)) + 1
+    num_keys = length + width * int(np.count_nonzero(branches))
+    keys, key_positions = np.empty((b, num_keys), np.int64), np.empty((b, num_keys), np.int64)
+    allowed, written = np.empty((b, g, num_keys), np.bool_), np.empty((b, g), np.int64)
+    kernels.lay_out_step(
+        cells.trunk,
+        cells.own,
+        slots,
+        branches,
+        prefix,
+        depth,
+        live,
+        length,
+        width,
+        keys,
+        key_positions,
+        allowed,
         written,
     )
+    return AttentionPlan(keys, key_positions, positions, allowed, written)

@@ -80,8 +80,6 @@ def test_no_mask_where_every_row_sees_every_key(table: CellTable) -> None:
 
 def test_short_forward_is_used_only_if_it_agrees() -> None:
     wanted = torch.tensor([3.0, -8.0])
-    assert agrees(wanted + 1e-5, wanted, torch.float32)
-    assert not agrees(wanted + 1e-2, wanted, torch.float32)
-    assert agrees(wanted + 1e-2, wanted, torch.bfloat16)
-    assert not agrees(wanted + 1.0, wanted, torch.bfloat16)
-    assert not agrees(wanted * float("nan"), wanted, torch.float32)
+    assert agrees(wanted + 1e-5, wanted)
+    assert not agrees(wanted + 1e-2, wanted)
+    assert not agrees(wanted * float("nan"), wanted)

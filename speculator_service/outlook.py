@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.measurements import Measurements, RelativeTimes
-from speculator_service.planner_settings import PlannerSettings
 from speculator_service.saguaro.allocation import expected_hit_rate
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
-from speculator_service.saguaro.depth import best_depth
+from speculator_service.saguaro.depth import best_depth, finishing_time
 from speculator_service.saguaro.estimates import PowerLaw
 from speculator_service.saguaro.fan_out_lists import conditioned
 from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
@@ -96,9 +95,10 @@ class Outlook:
         return Forecast(
             batch_size,
             times,
-            # The table's first step computes the last token sent.
             SpeculatorQuality(
-                (depth + 1) * times.table_step, float(self._tokens[Source.HIT][depth - 1]), rates[Source.HIT]
+                finishing_time(depth, times.table_step, times.draft_step),
+                float(self._tokens[Source.HIT][depth - 1]),
+                rates[Source.HIT],
             ),
             {
                 name: SpeculatorQuality(duration[source], expected[source], rates[source])
@@ -106,24 +106,19 @@ class Outlook:
             },
         )
 
-    def best_depth(self, batch_size: int, depth: int, jit_depth: int, backup: str, settings: PlannerSettings) -> int:
-        """Tokens for each prepared outcome: of the depths that are done in time the one with the highest speedup.
-
-        If none is done in time, the best of all. ``depth`` and ``jit_depth`` are the current ones.
-        """
+    def best_depth(self, batch_size: int, depth: int, jit_depth: int, backup: str) -> int:
+        """Tokens for each outcome with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""
         now = self.forecast(batch_size, depth, jit_depth)
         promised = self._promised[Source.HIT]
         if now is None or promised[depth] == 0:
             return depth
-        depths = np.arange(1, self._lookahead + 1)
-        took = (depths + 1) * now.times.table_step
+        times = [finishing_time(d, now.times.table_step, now.times.draft_step) for d in range(1, self._lookahead + 1)]
         rates = np.minimum(now.primary.hit_rate * promised[1:] / promised[depth], 1.0)
         speedups = [
             speedup_with(SpeculatorQuality(*quality), now.backups[backup], batch_size)
-            for quality in zip(took.tolist(), self._tokens[Source.HIT].tolist(), rates.tolist(), strict=True)
+            for quality in zip(times, self._tokens[Source.HIT].tolist(), rates.tolist(), strict=True)
         ]
-        limit = settings.max_primary_time * np.where(depths == depth, 1 + _MARGIN, 1)
-        return best_depth(np.array(speedups), depth, _MARGIN, took <= limit)
+        return best_depth(np.array(speedups), depth, _MARGIN)
 
     def best_jit_depth(self, batch_size: int, depth: int, jit_depth: int) -> int:
         """Tokens of a primary backup with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""

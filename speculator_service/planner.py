@@ -173,7 +173,7 @@ class Planner:
         batch_size = median_high(self._batch_sizes)
         outlook = self._outlook()
         if self._settings.adapt_depth:
-            self._depth = outlook.best_depth(batch_size, self._depth, self._jit_depth, self._name, self._settings)
+            self._depth = outlook.best_depth(batch_size, self._depth, self._jit_depth, self._name)
             self._jit_depth = outlook.best_jit_depth(batch_size, self._depth, self._jit_depth)
         sizes = [1 << bucket for bucket in self._measured.times.buckets(VERIFICATION)]
         forecasts = [outlook.forecast(size, self._depth, self._jit_depth) for size in sizes]

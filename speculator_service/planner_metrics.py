@@ -51,10 +51,11 @@ def _times(snapshot: PlannerSnapshot, prefix: str) -> Iterator[Metric]:
     forecast = snapshot.forecast
     if forecast is None:
         return
+    table_time = (snapshot.plan.depth + 1) * forecast.times.table_step
     for name, text, value in (
         ("batch_size", "Recent batch size that the predictions are for.", forecast.batch_size),
         ("verification_seconds", "Median time of a verification.", forecast.times.verification),
-        ("primary_time_ratio", "T_p: time of a table over that of a verification.", forecast.primary.time),
+        ("primary_time_ratio", "T_p: time of a table over that of a verification.", table_time),
         ("critical_batch_size", "b*: below, the just-in-time backup is the best.", snapshot.critical_batch_size),
     ):
         yield GaugeMetricFamily(prefix + name, text, value)

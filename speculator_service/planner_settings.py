@@ -13,7 +13,6 @@ AUTO: Final = "auto"
 """Value of an option that is left to measurements."""
 
 DEFAULT_FAN_OUT: Final = 3
-_MAX_PRIMARY_TIME: Final = 100.0
 
 FanOutOption = int | tuple[int, ...] | str
 """One F for all k; the list F_0..F_K; or `AUTO`."""
@@ -40,8 +39,6 @@ class PlannerSettings:
     """Saguaro's C in [0, 1], or `AUTO`."""
     adapt_depth: bool = True
     """Whether fewer than K tokens are drafted where times and acceptance say so."""
-    max_primary_time: float = 0.9
-    """T_p to stay below when the depth is adapted: share of a verification in which a table is to be complete."""
 
     def __post_init__(self) -> None:
         for name, value in (("fan_out", self.fan_out), ("fan_out_after_miss", self.fan_out_after_miss)):
@@ -55,7 +52,6 @@ class PlannerSettings:
             raise ConfigError(f"backup must be one of {', '.join([AUTO, *BACKUPS])}, got {self.backup!r}.")
         if self.downweight != AUTO:
             _check_number("downweight", self.downweight, 0, 1, otherwise=AUTO)
-        _check_number("max_primary_time", self.max_primary_time, 0.01, _MAX_PRIMARY_TIME)
 
     def hit_list(self, lookahead: int) -> tuple[int, ...] | None:
         """The hand-written F_0..F_K after a hit; None: `AUTO`.

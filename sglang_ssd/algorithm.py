@@ -11,7 +11,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang_ssd.client import request_info
 from sglang_ssd.config import VerifierConfig
 from sglang_ssd.flags import verifier_config
-from ssd_proto.channel import MAX_LOOKAHEAD, MAX_OUTCOMES
+from ssd_proto.channel import MAX_LOOKAHEAD
 from ssd_proto.errors import ConfigError, DeadlineExceeded, ProtocolError
 from ssd_proto.fingerprint import fingerprint, mismatch
 from ssd_proto.model_checks import check_model_config, read_model_config
@@ -153,26 +153,12 @@ def _check_draft(cfg: Any, config: VerifierConfig) -> None:
             "SSD needs a speculator: give --speculative-draft-model-path for an embedded one, "
             "or --speculative-ssd-endpoint of a running service"
         )
-    for name in ("fan_out", "fan_out_after_miss"):
-        _check_fan_out(name, config.service.get(name), cfg.speculative_num_steps or _DEFAULT_LOOKAHEAD)
     revision = cfg.speculative_draft_model_revision
     device = str(config.service.get("device", cfg.device)).partition(":")[0]
     check_model_config(read_model_config(draft, revision), device=device)
     reason = mismatch(_target_fingerprint(cfg), fingerprint(draft, revision, cfg.trust_remote_code))
     if reason is not None:
         raise ConfigError(reason)
-
-
-def _check_fan_out(name: str, fan_out: Any, lookahead: int) -> None:
-    if fan_out in (None, "auto"):
-        return
-    counts = fan_out if isinstance(fan_out, list) else [fan_out] * (lookahead + 1)
-    numbers = all(type(count) is int and count >= 0 for count in counts)
-    if not numbers or len(counts) != lookahead + 1 or sum(counts) > MAX_OUTCOMES:
-        raise ConfigError(
-            f"SSD config: {name} must be auto, a number or a list of {lookahead + 1} numbers (for k = 0..{lookahead}), "
-            f"{MAX_OUTCOMES} outcomes in all, got {fan_out!r}"
-        )
 
 
 def _target_fingerprint(cfg: Any) -> ModelFingerprint:

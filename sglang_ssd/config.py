@@ -103,8 +103,6 @@ class VerifierConfig:
         unknown = sorted(set(self.service) - SERVICE_OPTIONS)
         if unknown:
             raise ConfigError(f"SSD config: unknown service options {unknown}; known are {sorted(SERVICE_OPTIONS)}")
-        if (downweight := self.service.get("downweight", "auto")) != "auto":
-            _check_range("downweight (Saguaro's C; or auto)", downweight, 0, 1)
         if self.service.get("num_kept", self.num_kept) != self.num_kept:
             raise ConfigError("SSD config: give num_kept beside 'service', not in it: server and service need the same")
         if self.endpoint is not None and self.service:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 600.0
 _ATTACH_TIMEOUT_S = 60.0
+_CHECK_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 _RESTART_AFTER_S = (1.0, 5.0, 30.0)
 _POLL_S = 0.1
@@ -44,6 +45,7 @@ def launch_with_embedded(
     options = _service_options(server_args)
     if options is None:
         return original(cls, server_args, *args, **kwargs)
+    _check(options)
     service = EmbeddedService(options)
     use_embedded(server_args, service.endpoint)
     _services[service.endpoint] = service
@@ -163,6 +165,20 @@ def _service_options(server_args: ServerArgs) -> list[str] | None:
         **config.service,
     }
     return [word for name, value in options.items() for word in _flag(name, value)]
+
+
+def _check(options: list[str]) -> None:
+    """Raise `ConfigError` with the service's own sentence if it would refuse its options."""
+    command = [sys.executable, "-m", "speculator_service", "--check", *options]
+    try:
+        check = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return  # its files are far away; the service itself will find out
+    if check.returncode == 2:
+        _, _, reason = check.stderr.rstrip().rpartition("error: ")
+        raise ConfigError(f"SSD config, service: {reason}")
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None, load: Callable[[DraftConfig], DraftM
         logging.basicConfig(
             level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
+        if config.check:
+            config.draft_config()
+            return 0
         # Imports torch, which --help and most mistakes need not wait for.
         from speculator_service.draft.engine import load_engine
         from speculator_service.service import SpeculatorService

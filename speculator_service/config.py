@@ -98,6 +98,7 @@ class SpeculatorConfig:
     trace: str | None = _option(None, "file that receives a trace of all rounds, for ui.perfetto.dev")
     log_level: str = _option("info", f"one of {', '.join(_LOG_LEVELS)}; logs go to stderr")
     exit_with_stdin: bool = _option(False, "end when stdin does: for a parent that must not outlive its service")
+    check: bool = _option(False, "check the settings, without loading the model, and end")
     announce: bool = _option(False, "when ready, print one line on stdout: ready ENDPOINT HTTP_ADDRESS (or -)")
     trust_remote_code: bool = _option(False, "allow the draft model to bring code of its own")
 

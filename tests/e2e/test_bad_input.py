@@ -52,7 +52,13 @@ STARTS = {
     ),
     "bad JSON": BadStart(with_config('{"deadline_ms": '), ("--speculative-ssd-config",)),
     "bad fan-out": BadStart(with_config('{"service": {"fan_out": [1, 2]}}'), ("fan",)),
-    "Saguaro's C": BadStart(with_config('{"service": {"downweight": 1.5}}'), ("downweight", "between 0 and 1")),
+    "Saguaro's C": BadStart(with_config('{"service": {"downweight": 1.5}}'), ("downweight", "0 to 1", "1.5")),
+    "backup": BadStart(with_config('{"service": {"backup": "fast"}}'), ("backup", "primary, suffix, empty")),
+    "branch budget": BadStart(
+        with_config('{"service": {"fan_out": "auto", "branch_budget": 100000}}'), ("branch_budget", "1024")
+    ),
+    "draft KV cells": BadStart(with_config('{"service": {"max_total_tokens": 5}}'), ("max_total_tokens", "at least")),
+    "trace file": BadStart(with_config('{"trace": "/no/such/folder/trace.json"}'), ("trace", "cannot be written")),
     "probabilities per token": BadStart(with_config('{"num_kept": 5000}'), ("num_kept", "1024")),
     "endpoint scheme": BadStart((*SSD, "--speculative-ssd-endpoint", "http://127.0.0.1:1"), ("tcp://", "ipc://")),
     "EAGLE draft": BadStart((*SSD, "--speculative-draft-model-path", "@eagle"), ("LlamaForCausalLMEagle",)),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -150,3 +151,21 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for flag in ("--model-path", "--fan-out", "--exit-with-stdin", "--http-port", "--trust-remote-code", "--config"):
         assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence"),
+    [
+        ([], 0, ""),
+        (["--max-total-tokens", "5"], 2, "max_total_tokens is 5"),
+        (["--backup", "fast"], 2, "backup must be one of"),
+    ],
+)
+def test_check_ends_without_loading(
+    capsys: pytest.CaptureFixture[str], flags: list[str], code: int, sentence: str
+) -> None:
+    def load(config: object) -> Never:
+        raise AssertionError("the model is loaded")
+
+    assert main(["--model-path", MODEL, "--check", *flags], load) == code
+    assert sentence in capsys.readouterr().err

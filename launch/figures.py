@@ -270,7 +270,7 @@ def main() -> int:
     try:
         figures, plan = chosen_figures(arguments.figures), make_plan(arguments)
         prompts = read_prompts(arguments.prompts)[: plan.num_prompts]
-        measured = [read_measured(path) for path in arguments.measured]
+        measured = [found for path in arguments.measured for found in read_measured(path)]
         make_folder(arguments.output)
         require_matplotlib()
         run(figures, prompts, measured, plan, arguments)

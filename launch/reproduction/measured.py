@@ -12,7 +12,7 @@ _PREFIX = "ssd-"
 
 
 class Measured(NamedTuple):
-    """One run of launch/bench with the modes ar, ssd-primary, ssd-suffix and ssd-empty (or some of them)."""
+    """launch/bench with the modes ar, ssd-primary, ssd-suffix and ssd-empty (or some of them), at one temperature."""
 
     temperature: float
     fan_out: int
@@ -28,8 +28,8 @@ class Measured(NamedTuple):
         }
 
 
-def read_measured(path: Path) -> Measured:
-    """What ``launch/bench --json`` has written.
+def read_measured(path: Path) -> list[Measured]:
+    """What ``launch/bench --json`` has written, by temperature.
 
     Raises:
         ConfigError: the file cannot be read, or is not of this kind.
@@ -37,13 +37,17 @@ def read_measured(path: Path) -> Measured:
     advice = "write it with launch/bench --modes ar ssd-primary ssd-suffix ssd-empty --json FILE."
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        arguments, speedups = content["arguments"], dict[str, dict[int, float]]()
+        fan_out, found = int(content["arguments"]["fan_out"]), dict[float, Measured]()
         for row in content["rows"]:
-            if row["mode"].startswith(_PREFIX):
-                line = speedups.setdefault(row["mode"].removeprefix(_PREFIX), {})
-                line[int(row["batch"])] = float(row["x_ar"])
-        return Measured(float(arguments["temperature"]), int(arguments["fan_out"]), speedups)
+            if row["kind"].startswith(_PREFIX):
+                temperature, batch_size = float(row["temperature"]), int(row["batch"])
+                measured = found.setdefault(temperature, Measured(temperature, fan_out, {}))
+                line = measured.speedups.setdefault(row["kind"].removeprefix(_PREFIX), {})
+                if batch_size in line:
+                    raise ValueError("the same backup with two numbers of steps")
+                line[batch_size] = float(row["x_ar"])
+        return list(found.values())
     except OSError as error:
         raise ConfigError(f"The measurements {path} cannot be read ({error.strerror}): {advice}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"The measurements {path} are not those of one fan-out against ar: {advice}") from error
+        raise ConfigError(f"The measurements {path} are not of one fan-out and K against ar: {advice}") from error

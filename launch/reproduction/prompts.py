@@ -13,11 +13,11 @@ LEAST = 2
 """Allocations are made from one half of the prompts and judged by the other."""
 
 
-def read_prompts(path: Path | None) -> list[str]:
+def read_prompts(path: Path | None, at_least: int = LEAST) -> list[str]:
     """The prompts of a file with a JSON object with a `prompt` in each line, or the tests' prompts.
 
     Raises:
-        ConfigError: the file cannot be read, is not of this form, or has fewer than `LEAST` prompts.
+        ConfigError: the file cannot be read, is not of this form, or has fewer than ``at_least`` prompts.
     """
     if path is None:
         prompts: list[str] = json.loads(DEFAULT.read_text())
@@ -28,9 +28,9 @@ def read_prompts(path: Path | None) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The prompt file {path} cannot be read ({reason}): name a JSONL file.") from error
     prompts = [_prompt(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
-    if len(prompts) < LEAST:
+    if len(prompts) < at_least:
         raise ConfigError(
-            f"The prompt file {path} has {len(prompts)} prompts: give at least {LEAST}, one in each line."
+            f"The prompt file {path} has {len(prompts)} prompts: give at least {at_least}, one in each line."
         )
     return prompts
 

@@ -235,23 +235,21 @@ class TestQuickRun:
 
 def test_measured_speedups_go_to_the_panel_of_their_temperature_and_fan_out(tmp_path: Path) -> None:
     rows = [
-        {"batch": batch, "mode": mode, "x_ar": speedup}
-        for batch, mode, speedup in [
+        {"temperature": 0.0, "batch": batch, "kind": kind, "x_ar": speedup}
+        for batch, kind, speedup in [
             (4, "ssd-primary", 1.8),
             (1, "ssd-primary", 2.5),
             (1, "ssd-empty", 2.2),
             (1, "ar", 1),
         ]
     ]
-    (tmp_path / "bench.json").write_text(
-        json.dumps({"arguments": {"temperature": 0.0, "fan_out": "3", "num_steps": 4}, "rows": rows})
-    )
+    (tmp_path / "bench.json").write_text(json.dumps({"arguments": {"fan_out": "3"}, "rows": rows}))
     panels: list[dict[str, Any]] = [
         {"temperature": 0.0, "fan_out": 3},
         {"temperature": 0.0, "fan_out": 1},
         {"temperature": 1.0, "fan_out": 3},
     ]
-    add_measured(panels, [read_measured(tmp_path / "bench.json")])
+    add_measured(panels, read_measured(tmp_path / "bench.json"))
     assert panels[0]["measured"] == {
         "primary": {"batch_size": [1, 4], "speedup": [2.5, 1.8]},
         "empty": {"batch_size": [1], "speedup": [2.2]},

@@ -54,6 +54,7 @@ class SpeculatorService:
         self._config, self._announce, self._load = config, announce, load
         self._loop: ModelLoop | None = None
         self._control: ControlThread | None = None
+        self._leaving = False
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT.
@@ -78,7 +79,7 @@ class SpeculatorService:
                 http = HttpServer(config.http_host, config.http_port, self, registry)
                 stack.callback(http.close)
                 http.start()
-            signal.signal(signal.SIGTERM, _leave)
+            signal.signal(signal.SIGTERM, self._leave)
             if config.exit_with_stdin:
                 _end_with_stdin()
             remove_stale_segments()
@@ -100,11 +101,18 @@ class SpeculatorService:
             self._loop, self._control = loop, control
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: loop.stop())
+            if self._leaving:
+                return
             control.start()
             stack.callback(control.stop)
             logger.info("serving %s on %s at %s", config.model_path, config.device, server.endpoint)
             self._announce(server.endpoint, http.address if http is not None else None)
             loop.run()
+
+    def _leave(self, *_: object) -> None:
+        """SIGTERM while the weights are being loaded. Callbacks of libraries may swallow the exception."""
+        self._leaving = True
+        raise SystemExit(0)
 
     # -- status, for the pages ---------------------------------------------------------------------
 
@@ -119,11 +127,6 @@ class SpeculatorService:
         details: dict[str, Any] = msgspec.to_builtins(self._control.info())
         draft = msgspec.structs.asdict(self._control.info().draft)
         return {"state": "ready", **details, "draft": draft}
-
-
-def _leave(*_: object) -> None:
-    """SIGTERM while the weights are being loaded."""
-    raise SystemExit(0)
 
 
 def _detach_all(speculator: Speculator) -> None:

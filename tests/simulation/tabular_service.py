@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 
 from speculator_service.__main__ import main
@@ -15,6 +17,9 @@ CONTEXT = 512
 def load(config: DraftConfig) -> TabularDraft:
     if "--fail" in sys.argv:
         raise RuntimeError("the engine cannot be made")
+    if "--terminated" in sys.argv:
+        with contextlib.suppress(SystemExit):  # as in a callback of a library
+            signal.raise_signal(signal.SIGTERM)
     return tabular_draft(config.max_slots, config.num_branches, config.lookahead)
 
 
@@ -23,4 +28,4 @@ def tabular_draft(max_slots: int, num_branches: int, lookahead: int) -> TabularD
 
 
 if __name__ == "__main__":
-    sys.exit(main([word for word in sys.argv[1:] if word != "--fail"], load))
+    sys.exit(main([word for word in sys.argv[1:] if word not in ("--fail", "--terminated")], load))

@@ -227,6 +227,13 @@ def test_fault_is_exit_code_1() -> None:
     assert "the engine cannot be made" in errors
 
 
+def test_a_termination_that_is_swallowed_while_loading_ends_it_after_loading() -> None:
+    service = ServiceProcess(TABULAR, "--terminated", "--endpoint", "tcp://127.0.0.1:0", "--http-port", "-1")
+    code, output, errors = service.end(60.0)
+    assert (code, output) == (0, "")
+    assert "Traceback" not in errors
+
+
 @pytest.mark.e2e
 def test_the_real_draft_model() -> None:
     oracle = HuggingFaceModels()

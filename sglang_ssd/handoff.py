@@ -85,8 +85,11 @@ class Handoff:
         staging.numpy()[:] = drafts
         return staging.to(self._device, non_blocking=True)
 
-    def stage_with_q(self, drafts: NDArray[np.int32], q: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts as `stage` gives them, and words of q [b, K, m], by one copy."""
+    def stage_with_q(self, drafts: NDArray[np.int32], q: NDArray[np.int64] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts as `stage` gives them, and words of q [b, K, m], by one copy; [b, K, 0] if ``q`` is None."""
+        if q is None:
+            staged = self.stage(drafts)
+            return staged, staged.new_empty((*staged.shape, 0))
         if self._on_cpu:
             return self.stage(drafts), torch.from_numpy(q)
         self._turn ^= 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from ssd_proto.records import ProposalKind, Proposals
+
+_SHOW_EVERY_S = 0.25
 
 
 class VerifierMetrics:
@@ -38,6 +42,10 @@ class VerifierMetrics:
         )
         self._by_kind = [self._proposals.labels(kind.name.lower()) for kind in ProposalKind]
         self._connected.set(0)
+        # Not shown yet: a counter of Prometheus' multiprocess mode costs microseconds a time.
+        self._new_by_kind = np.zeros(len(ProposalKind), np.int64)
+        self._new_tokens, self._new_waited, self._new_deadlines = 0, 0.0, 0
+        self._show_at = 0.0
 
     def attached(self, is_attached: bool) -> None:
         """Note that a speculator was attached or lost; for any thread."""
@@ -46,13 +54,22 @@ class VerifierMetrics:
             self._lost.inc()
 
     def round(self, proposals: Proposals, waited_s: float, deadline_missed: bool) -> None:
-        """Count the speculations of one round."""
-        for counter, count in zip(
-            self._by_kind, np.bincount(proposals.kind, minlength=len(self._by_kind)), strict=True
-        ):
+        """Count the speculations of one round; `show` is called in due time."""
+        self._new_by_kind += np.bincount(proposals.kind, minlength=len(self._new_by_kind))
+        self._new_tokens += int(np.add.reduce(proposals.depth))
+        self._new_waited += waited_s
+        self._new_deadlines += deadline_missed
+        if time.monotonic() >= self._show_at:
+            self.show()
+
+    def show(self) -> None:
+        """Let the counters show all rounds so far."""
+        self._show_at = time.monotonic() + _SHOW_EVERY_S
+        for counter, count in zip(self._by_kind, self._new_by_kind.tolist(), strict=True):
             if count:
-                counter.inc(int(count))
-        self._tokens.inc(int(proposals.depth.sum()))
-        self._waited.inc(waited_s)
-        if deadline_missed:
-            self._deadlines.inc()
+                counter.inc(count)
+        self._tokens.inc(self._new_tokens)
+        self._waited.inc(self._new_waited)
+        self._deadlines.inc(self._new_deadlines)
+        self._new_by_kind[:] = 0
+        self._new_tokens, self._new_waited, self._new_deadlines = 0, 0.0, 0

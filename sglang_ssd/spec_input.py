@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
@@ -65,10 +65,9 @@ class ChainBuilder:
         self._generator.manual_seed(torch.initial_seed() ^ _GENERATOR_SALT)  # other numbers than SGLang's own generator
         self._device = device
         self._target_worker = target_worker
-        width = lookahead + 1
-        self._steps = torch.arange(width, device=device)
-        self._next_token = torch.cat([self._steps[1:], self._steps.new_full((1,), -1)])
-        self._causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        self._places = np.arange(lookahead + 1)
+        self._common: dict[int, dict[str, Any]] = {}
+        """What all chains of a batch size have in common, on a CPU; SGLang only reads it."""
         # The degenerate tree of a chain, as SGLang's tree builder wants it (its own top-k 1 fast path).
         parents = lookahead if lookahead > 1 else 0
         self._parents = torch.arange(-1, parents - 1, device=device).repeat(max_batch_size, 1)
@@ -82,14 +81,13 @@ class ChainBuilder:
         basis: Basis,
     ) -> ChainVerifyInput:
         """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation."""
-        build = self._build_on_cpu if self._device == "cpu" else self._build_on_gpu
-        tree = build(batch, bonus, drafts)
-        parts = {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree)}
+        parts = self._parts_on_cpu(batch, bonus, drafts) if self._device == "cpu" else self._parts(batch, bonus, drafts)
         return ChainVerifyInput(**parts, sampler=self._sampler, generator=self._generator, basis=basis)
 
-    def _build_on_gpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
+    def _parts(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> dict[str, Any]:
+        """Fields of an `EagleVerifyInput`, by SGLang's tree builder."""
         batch_size = drafts.shape[0]
-        return build_eagle_verify_input(
+        tree = build_eagle_verify_input(
             batch,
             SSDDraftInput(bonus),
             self._parents[:batch_size],
@@ -103,23 +101,37 @@ class ChainBuilder:
             tree_mask_mode=default_tree_mask_mode(),
             device=self._device,
         )
+        return {part.name: getattr(tree, part.name) for part in dataclasses.fields(tree)}
 
-    def _build_on_cpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> EagleVerifyInput:
-        # Plain tensor calls: the tree builder's loops over rows would cost more than the whole rest.
-        batch_size, width = drafts.shape[0], self._lookahead + 1
-        chain = torch.cat([bonus.to(torch.int64).unsqueeze(1), drafts], 1)
-        return EagleVerifyInput(
-            draft_token=chain.flatten(),
-            custom_mask=self._causal.expand(batch_size, width, width).reshape(-1),
-            positions=(batch.seq_lens.unsqueeze(1) + self._steps).flatten().to(torch.int64),
-            retrieve_index=torch.arange(batch_size * width).view(batch_size, width),
-            retrieve_next_token=self._next_token.repeat(batch_size, 1),
-            retrieve_next_sibling=torch.full((batch_size, width), -1),
-            retrieve_cum_len=None,
-            spec_steps=self._lookahead,
-            topk=1,
-            draft_token_num=width,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
-        )
+    def _parts_on_cpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> dict[str, Any]:
+        """The same: the tree builder's loops over rows would cost more than the whole rest."""
+        batch_size = drafts.shape[0]
+        if batch_size not in self._common:
+            self._common[batch_size] = self._common_parts(batch_size)
+        # With numpy, which needs a fraction of the time of torch for so few numbers.
+        chain = np.empty((batch_size, self._lookahead + 1), np.int64)
+        chain[:, 0], chain[:, 1:] = bonus.numpy(), drafts.numpy()
+        positions = np.add(batch.seq_lens.numpy()[:, None], self._places, dtype=np.int64)
+        return {
+            "draft_token": torch.from_numpy(chain.reshape(-1)),
+            "positions": torch.from_numpy(positions.reshape(-1)),
+            **self._common[batch_size],
+        }
+
+    def _common_parts(self, batch_size: int) -> dict[str, Any]:
+        width = self._lookahead + 1
+        steps = torch.arange(width)
+        next_token = torch.cat([steps[1:], steps.new_full((1,), -1)])
+        return {
+            "custom_mask": torch.ones(width, width, dtype=torch.bool).tril().flatten().repeat(batch_size),
+            "retrieve_index": torch.arange(batch_size * width).view(batch_size, width),
+            "retrieve_next_token": next_token.repeat(batch_size, 1),
+            "retrieve_next_sibling": torch.full((batch_size, width), -1),
+            "retrieve_cum_len": None,
+            "spec_steps": self._lookahead,
+            "topk": 1,
+            "draft_token_num": width,
+            "capture_hidden_mode": CaptureHiddenMode.NULL,
+            "seq_lens_sum": None,
+            "seq_lens_cpu": None,
+        }

@@ -69,7 +69,7 @@ def connect(
     sampling = RequestSampling(shares_noise, config.num_kept, knows_law)
     sessions = Sessions(max_slots, lookahead)
     deadline_s = config.deadline_ms / 1000
-    return Speculation(client, sessions, metrics, sampling, deadline_s, vocab_size, config.num_kept, trace)
+    return Speculation(client, sessions, metrics, sampling, deadline_s, vocab_size, trace)
 
 
 class Speculation:
@@ -92,7 +92,6 @@ class Speculation:
         sampling: RequestSampling,
         deadline_s: float,
         vocab_size: int,
-        num_kept: int,
         trace: Trace = NO_TRACE,
     ) -> None:
         self.sampling = sampling
@@ -101,7 +100,7 @@ class Speculation:
         self._metrics = metrics
         self._deadline_s = self._patience_s = deadline_s
         self._vocab_size = vocab_size
-        self._num_kept = num_kept
+        self._places = np.arange(sessions.lookahead)
         self._trace = trace
         self._connection: Connection | None = None
         self._suspect_since: float | None = None
@@ -119,6 +118,7 @@ class Speculation:
         """The requests of ``slots`` are gone. Slots that were never opened are ignored."""
         self._tell(lambda channel: self._sessions.close(channel, slots))
         self._sessions.close(None, slots)
+        self._metrics.show()  # there may be no round for long
 
     def close_all(self) -> None:
         """All requests are gone."""
@@ -144,34 +144,27 @@ class Speculation:
 
     def speculate(
         self, slots: NDArray[np.int64], requests: Sequence[Request]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64] | None]:
         """Drafts [b, K] to verify next; where there are fewer, the rest is padding.
 
         And the words of q [b, K, m] that they were sampled from (`ssd_proto.records.pack_probs`): 0 where they were
-        not. Waits for missing rows at most until the deadline, and not at all for a suspect speculator.
+        not; None if none was. Waits for missing rows at most until the deadline, and not at all for a suspect
+        speculator.
         """
         sessions = self._sessions
         if self._refresh():
             self._reopen(slots, requests)
-        proposals = Proposals(
-            np.zeros(len(slots), np.int32),
-            np.zeros((len(slots), sessions.lookahead), np.int32),
-            np.zeros(len(slots), np.int32),
-            np.zeros((len(slots), sessions.lookahead, self._num_kept), np.int64),
-        )
-        rows = np.flatnonzero(sessions.is_open[slots])
-        if self._channel is not None and len(rows):
-            self._look_up(self._channel, slots[rows], rows, proposals)
-        else:
-            self._metrics.round(proposals, 0.0, False)
+        depth, tokens, kind, q = self._proposals(slots)
         # Padding is verified like any draft; a repeated token is as good as another and exact all the same.
         # A draft model with a larger padded vocabulary may name tokens that the target does not have.
-        is_padding = np.arange(sessions.lookahead) >= proposals.depth[:, None]
-        is_padding |= proposals.tokens >= self._vocab_size
-        drafts = np.where(is_padding, sessions.outcomes(slots)["bonus"][:, None], proposals.tokens)
-        sessions.proposed(slots, drafts, proposals.depth, proposals.kind)
-        proposals.q[is_padding] = 0
-        return drafts, proposals.q
+        is_padding = self._places >= depth[:, None]
+        is_padding |= tokens >= self._vocab_size
+        drafts = np.where(is_padding, sessions.bonus(slots)[:, None], tokens)
+        sessions.proposed(slots, drafts, depth, kind)
+        if q is not None:
+            q = within_vocabulary(q, self._vocab_size)
+            q[is_padding] = 0
+        return drafts, q
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -214,7 +207,10 @@ class Speculation:
 
     def _reopen(self, slots: NDArray[np.int64], requests: Sequence[Request]) -> None:
         """Open running sequences that the speculator does not know, with all that is committed."""
-        closed = np.flatnonzero(~self._sessions.is_open[slots])
+        is_open = self._sessions.is_open[slots]
+        if np.count_nonzero(is_open) == len(slots):
+            return
+        closed = np.flatnonzero(~is_open)
         for row in closed.tolist():
             slot, request = int(slots[row]), requests[row]
             known = [*request.origin_input_ids, *request.output_ids]
@@ -222,31 +218,55 @@ class Speculation:
             self._open(slot, request, committed[:-1])
             last = np.array([slot]), np.array([len(committed) - 1]), np.array(committed[-1:])
             self._sessions.first_tokens(*last)
-        if len(closed):
-            self._post(slots[closed])
+        self._post(slots[closed])
 
-    def _look_up(
-        self, channel: VerifierChannel, slots: NDArray[np.int64], rows: NDArray[np.int64], into: Proposals
-    ) -> None:
-        """Fill ``rows`` of ``into`` with the speculations of ``slots``."""
+    def _proposals(self, slots: NDArray[np.int64]) -> Proposals:
+        """What the speculator has for ``slots`` [b], as it came; nothing for those that it does not know."""
+        channel, is_open = self._channel, self._sessions.is_open[slots]
+        num_open = np.count_nonzero(is_open) if channel is not None else 0
+        if channel is not None and num_open == len(slots):
+            return self._look_up(channel, slots) or self._nothing(len(slots))
+        proposals = self._nothing(len(slots))
+        if channel is None or num_open == 0:
+            self._metrics.round(proposals, 0.0, False)
+            return proposals
+        found = self._look_up(channel, slots[is_open])
+        if found is None:
+            return proposals
+        for values, own in zip(proposals[:3], found[:3], strict=True):
+            values[is_open] = own
+        q = None
+        if found.q is not None:
+            q = np.zeros((len(slots), *found.q.shape[1:]), np.int64)
+            q[is_open] = found.q
+        return proposals._replace(q=q)
+
+    def _nothing(self, batch_size: int) -> Proposals:
+        tokens = np.zeros((batch_size, self._sessions.lookahead), np.int32)
+        return Proposals(np.zeros(batch_size, np.int32), tokens, np.zeros(batch_size, np.int32), None)
+
+    def _look_up(self, channel: VerifierChannel, slots: NDArray[np.int64]) -> Proposals | None:
+        """The speculations of ``slots``, which are open; None if the channel failed."""
         outcomes = self._sessions.outcomes(slots)
         started = time.monotonic()
+        num_silent = 0
         try:
             found = channel.lookup(outcomes)
-            if num_missing := int((found.depth < 0).sum()):
+            if num_missing := int(np.count_nonzero(found.depth < 0)):
                 with self._trace.span("wait", missing=num_missing):
                     found = channel.wait(outcomes, found, self._patience_s if self._is_trusted(channel) else 0.0)
+                num_silent = int(np.count_nonzero(found.depth < 0))
         except (ChannelClosed, ProtocolError) as error:
             self._give_up(error)
-            return
+            return None
         now = time.monotonic()
-        is_silent = found.depth < 0
-        self._suspect_since = now if is_silent.all() else None
-        patience = self._patience_s * (0.5 if is_silent.any() else 2.0)
+        self._suspect_since = now if num_silent == len(slots) else None
+        patience = self._patience_s * (0.5 if num_silent else 2.0)
         self._patience_s = min(max(patience, _LEAST_PATIENCE_S), self._deadline_s)
-        into.depth[rows], into.tokens[rows], into.kind[rows] = np.maximum(found.depth, 0), found.tokens, found.kind
-        into.q[rows] = within_vocabulary(found.q, self._vocab_size)
-        self._metrics.round(into, now - started, bool(is_silent.any()))
+        if num_silent:
+            found = found._replace(depth=np.maximum(found.depth, 0))
+        self._metrics.round(found, now - started, num_silent > 0)
+        return found
 
     def _is_trusted(self, channel: VerifierChannel) -> bool:
         """Whether an answer may be hoped for."""

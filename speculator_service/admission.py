@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.draft.base import DraftModel
-from speculator_service.phase import Phase
+from speculator_service.prefixes import PrefixCache
 from speculator_service.rows import Rows
 from speculator_service.sessions import NO_ROW, Verifier, WaitingSequence
+from speculator_service.statistics import Statistics
 from ssd_proto.records import Sampling
 
 _RESERVE_AHEAD = 128
@@ -18,8 +19,8 @@ _RESERVE_AHEAD = 128
 class Admission:
     """Gives rows to sequences, first come, first served; one that does not fit does not hold up the others."""
 
-    def __init__(self, engine: DraftModel, rows: Rows) -> None:
-        self._engine, self._rows = engine, rows
+    def __init__(self, engine: DraftModel, rows: Rows, prefixes: PrefixCache, statistics: Statistics) -> None:
+        self._engine, self._rows, self._prefixes, self._statistics = engine, rows, prefixes, statistics
         self._queue: dict[tuple[int, int], Verifier] = {}  # (verifier number, slot) in order of arrival
         self._room_changed = False
         self._sampling: dict[int, Sampling] = {}  # by row, as it was asked for
@@ -61,10 +62,9 @@ class Admission:
         """Give back what sequences hold and serve them no more. They stay open."""
         rows = verifier.row[slots]
         rows = rows[rows != NO_ROW]
-        for row in rows.tolist():
-            self._engine.release(row)
-            self._room_changed = True
+        self._room_changed |= len(rows) > 0
         self._rows.vacate(rows)
+        self._prefixes.keep(rows)
         verifier.row[slots] = NO_ROW
         for slot in verifier.waiting.keys() & set(slots.tolist()):
             del verifier.waiting[slot], self._queue[verifier.number, slot]
@@ -82,24 +82,29 @@ class Admission:
         return np.array(failed, np.int64)
 
     def evict(self, verifier: Verifier, row: int) -> None:
-        """Take its row from a sequence, which waits for another one."""
+        """Take its row from a sequence, which waits for another one. There was no room: nothing is kept."""
         state, slot = self._rows, int(self._rows.slot[row])
         text = state.text[row, : state.committed[row]].copy()
         generation, round_ = int(state.generation[row]), int(state.round[row])
         sampling, downweight = self._sampling[row], float(state.downweight[row])
         sequence = WaitingSequence(generation, round_, text, sampling, downweight)
         self.lose(verifier, np.array([slot]))
+        self._prefixes.forget(row)
         verifier.waiting[slot] = sequence
         self._queue[verifier.number, slot] = verifier
 
     def _admit(self, verifier: Verifier, slot: int, sequence: WaitingSequence) -> bool:
-        free = self._rows.in_phase(Phase.FREE)
-        if not len(free):
+        found = self._prefixes.take_row(sequence.tokens)
+        if found is None:
             return False
-        row, span = int(free[0]), int(self._rows.span(len(sequence.tokens)))
-        if not self._engine.reserve(row, span):
+        row, num_computed = found
+        span = int(self._rows.span(len(sequence.tokens)))
+        if not self._reserve(row, span):
+            self._prefixes.forget(row)
             return False
         self._rows.occupy(row, verifier.number, slot, sequence.generation, sequence.round, sequence.tokens)
+        self._rows.computed[row] = num_computed
+        self._statistics.prefill_tokens_shared += num_computed
         self._rows.sample_like(row, sequence.sampling, sequence.downweight)
         self._rows.reserved[row] = span
         self._sampling[row] = sequence.sampling
@@ -108,7 +113,14 @@ class Admission:
 
     def _grow(self, row: int, need: int) -> bool:
         for length in (min(need + _RESERVE_AHEAD, self._rows.context_length), need):
-            if self._engine.reserve(row, length):
+            if self._reserve(row, length):
                 self._rows.reserved[row] = length
                 return True
         return False
+
+    def _reserve(self, row: int, length: int) -> bool:
+        """As the engine's, at the cost of what ended sequences keep."""
+        while not self._engine.reserve(row, length):
+            if not self._prefixes.reclaim():
+                return False
+        return True

@@ -24,6 +24,7 @@ from ssd_proto.noise import shared_noise
 from ssd_proto.records import pack_probs
 
 _DRAFT_STREAM = 0
+_NONE = np.empty(0, np.int64)
 
 
 class Drafter:
@@ -40,40 +41,51 @@ class Drafter:
     def draw(
         self,
         logits: torch.Tensor,
+        lines: NDArray[np.int64] | None,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
+        places: NDArray[np.int64],
         fan_out: NDArray[np.int64],
         num_candidates: int,
     ) -> Drawn:
         """Draw a token at ``positions`` [n] of the texts of ``rows`` [n]. Synchronises with the device.
 
         Args:
-            logits: [n, V] after the tokens before the positions.
-            fan_out: [n] F_k of the position for which the token is drafted.
+            logits: [n', V], in the ``lines`` [n] after the tokens before the positions; None: those are all lines.
+            places: [n] of the tokens in their speculations; those before the first or after the last count as these.
+            fan_out: [K] F_k by place.
             num_candidates: M, at least 1.
         """
-        drawn = np.flatnonzero(self._rows.temperature[rows] > 0)
-        if not len(drawn):
-            candidates = top_candidates(logits, num_candidates)
-            return Drawn(candidates[:, 0], candidates, None)
+        drawn = self._drawn_among(rows)
         if len(drawn) == len(rows):
-            return self._draw(logits, rows, positions, fan_out, num_candidates)
-        candidates = top_candidates(logits, num_candidates)
-        tokens = candidates[:, 0].copy()
-        index = torch.from_numpy(drawn).to(logits.device)
-        part = self._draw(logits[index], rows[drawn], positions[drawn], fan_out[drawn], num_candidates)
-        tokens[drawn], candidates[drawn] = part.tokens, part.candidates
-        q = None
-        if part.q is not None:
-            q = np.zeros((len(rows), self._num_kept), np.int64)
-            q[drawn] = part.q
+            return self._draw(_selected(logits, lines), rows, positions, places, fan_out, num_candidates)
+        tokens, candidates, q = self.take_likeliest(logits, lines, num_candidates)
+        if len(drawn):
+            some = _selected(logits, drawn if lines is None else lines[drawn])
+            part = self._draw(some, rows[drawn], positions[drawn], places[drawn], fan_out, num_candidates)
+            tokens[drawn], candidates[drawn] = part.tokens, part.candidates
+            if part.q is not None:
+                q = np.zeros((len(rows), self._num_kept), np.int64)
+                q[drawn] = part.q
         return Drawn(tokens, candidates, q)
+
+    def take_likeliest(self, logits: torch.Tensor, lines: NDArray[np.int64] | None, num_candidates: int) -> Drawn:
+        """`draw` for rows without temperature."""
+        candidates = top_candidates(logits, num_candidates, lines)
+        return Drawn(candidates[:, 0].copy(), candidates, None)
+
+    def _drawn_among(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places of ``rows`` that have a temperature."""
+        if not self._rows.any_drawn:
+            return _NONE
+        return (self._rows.temperature[rows] > 0).nonzero()[0]
 
     def _draw(
         self,
         logits: torch.Tensor,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
+        places: NDArray[np.int64],
         fan_out: NDArray[np.int64],
         num_candidates: int,
     ) -> Drawn:
@@ -88,7 +100,7 @@ class Drafter:
             _to(device, state.temperature[rows] * self._factor),
             num_kept=max(self._num_kept, num_candidates),
             num_sampled=_to(device, num_sampled),
-            fan_out=_to(device, fan_out),
+            fan_out=_to(device, fan_out[places.clip(0, len(fan_out) - 1)]),
             downweight=_to(device, downweight.astype(np.float32)) if (downweight < 1).any() else 1.0,
             top_k=_unless(0, state.top_k[rows], device),
             top_p=_unless(1, state.top_p[rows], device),
@@ -117,6 +129,12 @@ def _ranked_with_noise(
         scores = np.log(probs.astype(np.float64)) + shared_noise(seeds, positions, ids)
     ranked: NDArray[np.int64] = np.take_along_axis(ids, np.argsort(-scores, axis=1, kind="stable"), 1)
     return ranked
+
+
+def _selected(logits: torch.Tensor, lines: NDArray[np.int64] | None) -> torch.Tensor:
+    if lines is None or len(lines) == len(logits):
+        return logits
+    return logits.index_select(0, _to(logits.device, lines))
 
 
 def _padded(candidates: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from speculator_service.planner_metrics import planner_metrics
-from speculator_service.saguaro.sources import BACKUPS
+from speculator_service.saguaro.sources import BACKUPS, SOURCE_NAMES
 from speculator_service.speculator import Speculator
 
 _PREFIX = "sglang_ssd_speculator_"
@@ -31,6 +31,7 @@ class SpeculatorCollector(Collector):
         yield from self._gauges()
         yield from self._totals()
         yield from self._by_label()
+        yield from self._verifications()
         yield from planner_metrics(self._speculator.planner.snapshot(), _PREFIX + "plan_")
 
     def _gauges(self) -> Iterator[Metric]:
@@ -41,7 +42,7 @@ class SpeculatorCollector(Collector):
             ("sequences_waiting", speculator.num_waiting, "Open sequences for which there is no room."),
             ("engine_slots_used", speculator.num_served, "Sequences that the draft model holds."),
             ("engine_slots", speculator.engine.max_slots, "Sequences that it can hold."),
-            ("kv_free_tokens", speculator.engine.free_tokens, "KV cells that no sequence holds."),
+            ("kv_free_tokens", speculator.num_free_cells, "KV cells that no open sequence holds."),
             ("beat_age_seconds", self._beat_age(), "Since the model thread last moved."),
             ("verifier_silence_seconds", self._silence(), "Since the most silent verifier was heard."),
         ):
@@ -54,6 +55,7 @@ class SpeculatorCollector(Collector):
             ("sequences_closed", statistics.closed, "Sequences closed."),
             ("tables", statistics.tables, "Speculation tables begun."),
             ("prefill_tokens", statistics.prefill_tokens, "Prompt tokens computed."),
+            ("prefill_tokens_shared", statistics.prefill_tokens_shared, "Prompt tokens that another sequence had."),
             ("stale_records", statistics.stale, "Records of sequences that are not open; ignored."),
             ("invalid_records", statistics.invalid, "Records that made no sense; their sequences get no speculation."),
             ("channel_errors", statistics.channel_errors, "Verifiers given up because of what they sent."),
@@ -77,15 +79,39 @@ class SpeculatorCollector(Collector):
             _PREFIX + "accepted", "Outcomes of served sequences, by accepted tokens.", labels=["k"]
         )
         hits = CounterMetricFamily(_PREFIX + "accepted_hits", "Of these, hits (short or not).", labels=["k"])
-        for k, (total, hit) in enumerate(zip(statistics.accepted, statistics.accepted_hits, strict=True)):
-            accepted.add_metric([str(k)], float(total))
-            hits.add_metric([str(k)], float(hit))
-        yield accepted
-        yield hits
+        full = CounterMetricFamily(_PREFIX + "accepted_full_hits", "Of these, hits that were not short.", labels=["k"])
+        for family, counts in (
+            (accepted, statistics.accepted),
+            (hits, statistics.accepted_hits),
+            (full, statistics.accepted_full_hits),
+        ):
+            for k, count in enumerate(counts.tolist()):
+                family.add_metric([str(k)], count)
+            yield family
         backups = CounterMetricFamily(_PREFIX + "backups", "Misses answered, by backup.", labels=["backup"])
         for name, source in BACKUPS.items():
             backups.add_metric([name], statistics.backups[source])
         yield backups
+
+    def _verifications(self) -> Iterator[Metric]:
+        statistics = self._speculator.statistics
+        for name, text, counts in (
+            ("verified", "Rounds of sequences, by source of the speculation that was verified.", statistics.verified),
+            ("verified_tokens", "Tokens of these, bonus tokens included.", statistics.verified_tokens),
+        ):
+            family = CounterMetricFamily(_PREFIX + name, text, labels=["source"])
+            for source, count in zip(SOURCE_NAMES, counts.tolist(), strict=True):
+                family.add_metric([source], count)
+            yield family
+        for name, text, values in (
+            ("rounds", "Rounds of verifiers, by whether all outcomes were hits, none short.", statistics.rounds),
+            ("answer_seconds", "From the outcomes of these to the last answer.", statistics.answer_seconds),
+            ("verification_seconds", "From there to the next outcomes.", statistics.verification_seconds),
+        ):
+            family = CounterMetricFamily(_PREFIX + name, text, labels=["all_hit"])
+            for all_hit, value in enumerate(values):
+                family.add_metric([str(all_hit)], value)
+            yield family
 
 
 def metrics_registry() -> CollectorRegistry:

@@ -42,64 +42,65 @@ class Publisher:
         """Name the outcomes of the tables of ``rows``, as far as they are known."""
         state = self._rows
         for verifier, pick in self._by_verifier(rows):
-            mine = rows[pick]
-            verifier.channel.begin(state.slot[mine], state.round[mine], state.keys[mine])
+            mine = rows if pick is None else rows[pick]
+            verifier.channel.begin(state.slot[mine], state.round[mine], state.keys.take(mine, 0))
 
     def write(self, cells: Cells) -> None:
         """Publish table cells that a step has finished."""
         state = self._rows
-        rows, columns, depths = cells
-        is_final = depths >= state.end[rows, columns]
-        self._write(
-            rows,
-            Entries(
-                state.slot[rows],
-                state.generation[rows],
-                state.round[rows],
-                columns,
-                state.keys[rows, columns],
-                depths,
-                is_final,
-                state.branch_text[rows, columns],
-            ),
-            state.branch_q[rows, columns],
-        )
+        rows, columns, depths, keys, is_final, tokens = cells
+        if not len(rows):
+            return
+        stamp = state.slot[rows], state.generation[rows], state.round[rows]
+        entries = Entries(*stamp, columns, keys, depths, is_final, tokens)
+        self._write(rows, entries, state.branch_q, (rows, columns))
 
     def reply(self, rows: NDArray[np.int64]) -> None:
         """Answer the outcomes that ``rows`` owe a reply for with their chains; rows that owe none are left alone."""
         state = self._rows
         rows = rows[state.awaited[rows] != NO_KEY]
-        self._write(
-            rows,
-            Entries(
-                state.slot[rows],
-                state.generation[rows],
-                state.round[rows] - 1,
-                np.full(len(rows), state.shape.num_outcomes),
-                state.awaited[rows],
-                state.depth[rows],
-                np.ones(len(rows), bool),
-                state.chains(rows),
-            ),
-            state.q[rows],
+        if not len(rows):
+            return
+        entries = Entries(
+            state.slot[rows],
+            state.generation[rows],
+            state.round[rows] - 1,
+            np.full(len(rows), state.shape.num_outcomes),
+            state.awaited[rows],
+            state.depth[rows],
+            np.ones(len(rows), bool),
+            state.chains(rows),
         )
+        self._write(rows, entries, state.q, (rows,))
         state.awaited[rows] = NO_KEY
 
-    def _write(self, rows: NDArray[np.int64], entries: Entries, q: NDArray[np.int64]) -> None:
-        """Publish ``entries`` [n] of ``rows`` [n]; those of sampled rows with ``q`` [n, K, m]."""
-        is_sampled = self._rows.is_sampled[rows]
-        for verifier, mine in self._by_verifier(rows):
+    def _write(
+        self,
+        rows: NDArray[np.int64],
+        entries: Entries,
+        q: NDArray[np.int64],
+        at: tuple[NDArray[np.int64], ...],
+    ) -> None:
+        """Publish ``entries`` [n] of ``rows`` [n]; those of sampled rows with ``q[at]`` [n, K, m]."""
+        for verifier, pick in self._by_verifier(rows):
+            if not self._rows.any_sampled:
+                verifier.channel.write(entries if pick is None else entries.pick(pick))
+                continue
+            is_sampled = self._rows.is_sampled[rows] > 0
+            mine = np.ones(len(rows), bool) if pick is None else pick
             plain, sampled = mine & ~is_sampled, mine & is_sampled
             if plain.any():
                 verifier.channel.write(entries.pick(plain))
             if sampled.any():
-                probs = DraftProbs(rows[sampled], q[sampled])
+                probs = DraftProbs(rows[sampled], q[tuple(index[sampled] for index in at)])
                 verifier.channel.write(entries.pick(sampled)._replace(q=probs))
 
-    def _by_verifier(self, rows: NDArray[np.int64]) -> Iterator[tuple[Verifier, NDArray[np.bool_]]]:
+    def _by_verifier(self, rows: NDArray[np.int64]) -> Iterator[tuple[Verifier, NDArray[np.bool_] | None]]:
+        """Verifiers that own ``rows`` [n], and which they own; None: all of them."""
         owner = self._rows.owner[rows]
-        for number in np.unique(owner):
-            yield self._verifiers[int(number)], owner == number
+        numbers = set(owner.tolist())
+        for number in numbers:
+            yield self._verifiers[number], owner == number if len(numbers) > 1 else None
 
 
 def reply_empty(verifier: Verifier, outcomes: NDArray[np.void]) -> None:

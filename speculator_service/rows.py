@@ -11,107 +11,75 @@ model's context does, and shrink near it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
+from speculator_service import settling, tables
 from speculator_service.drawn import Drawn
 from speculator_service.phase import Phase
-from speculator_service.saguaro.outcomes import bonus_rank, rank_candidates
+from speculator_service.row_arrays import (
+    AWAITED,
+    COMMITTED,
+    COMPUTED,
+    DEPTH,
+    END,
+    GOAL,
+    IS_SAMPLED,
+    KEY,
+    NO_TOKEN,
+    NUM_STOPS,
+    PHASE,
+    ROUND,
+    SOURCE,
+    RowShape,
+    make_arrays,
+)
 from speculator_service.saguaro.sources import Source
-from ssd_proto.records import MAX_STOP_TOKENS, NO_KEY, Sampling, outcome_keys
+from speculator_service.settling import Settled
+from ssd_proto.records import NO_KEY, Sampling
 
-NO_TOKEN = -1
-
-
-class RowShape(NamedTuple):
-    """Sizes of the state."""
-
-    max_rows: int
-    context_length: int
-    """Bounds committed text and chain."""
-    lookahead: int
-    """K."""
-    num_outcomes: int
-    """B: columns of a table."""
-    max_candidates: int
-    """M: most candidates that are kept of a position."""
-    num_kept: int
-    """m: probabilities kept of a sampled token; 0: nothing is sampled."""
-
-
-class Settled(NamedTuple):
-    """What outcomes [b] did to their rows, and what they say about the speculation that was verified."""
-
-    adopted: NDArray[np.bool_]
-    """The outcome was prepared: the branch becomes the trunk."""
-    branch: NDArray[np.int64]
-    """Branch 1..B to adopt (meaningless where not adopted)."""
-    prefix: NDArray[np.int64]
-    """Trunk positions before the branch."""
-    finished: NDArray[np.int64]
-    """Finished cells of the branch."""
-    diverged: NDArray[np.bool_]
-    """The verifier accepted tokens that are not the chain's (it had no speculation in time)."""
-    kept: NDArray[np.bool_]
-    """The chain was not used but its tokens were right: the rest of it is the new chain."""
-    predicted: NDArray[np.bool_]
-    """The outcome was in the table (perhaps with no cell finished)."""
-    stopped: NDArray[np.bool_]
-    """A stop token was committed: nothing follows."""
-    verified: NDArray[np.bool_]
-    """The speculation that was verified is the row's chain, whole."""
-    source: NDArray[np.int64]
-    """`Source` of that chain."""
-    num_sent: NDArray[np.int64]
-    """Its length."""
-    rank: NDArray[np.int64]
-    """Place of the bonus token among the candidates at position k; -1: not among them."""
-    num_known: NDArray[np.int64]
-    """How many candidates there were."""
+__all__ = ["NO_TOKEN", "RowShape", "Rows", "Settled"]
 
 
 class Rows:
-    """All rows."""
+    """All rows. The arrays of ``state`` are attributes, too."""
 
     def __init__(self, shape: RowShape) -> None:
         self.shape = shape
-        rows, context, lookahead, columns, candidates, kept = shape
-        self.lookahead, self.context_length = lookahead, context
-        self.phase = np.full(rows, Phase.FREE, np.int8)
-        self.owner, self.slot, self.generation, self.round = (np.full(rows, -1, np.int64) for _ in range(4))
-        self.awaited = np.full(rows, NO_KEY, np.int64)  # the outcome that a reply is owed for
+        self.lookahead, self.context_length = shape.lookahead, shape.context_length
+        self.state = state = make_arrays(shape)
+        rows = shape.max_rows
+        self.owner, self.slot, self.generation = (np.full(rows, -1, np.int64) for _ in range(3))
         self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
-        self.top_k, self.seed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self.top_k, self.seed, self.reserved = (np.zeros(rows, np.int64) for _ in range(3))
         self.shared_noise = np.zeros(rows, bool)
         self.downweight = np.ones(rows)  # C
-        self.stop_tokens = np.full((rows, MAX_STOP_TOKENS), NO_TOKEN, np.int64)
-        # The chain.
-        self.committed, self.computed, self.reserved = (np.zeros(rows, np.int64) for _ in range(3))
-        self.depth, self.goal = np.zeros(rows, np.int64), np.zeros(rows, np.int64)  # tokens there are, and wanted
-        self.source = np.full(rows, Source.EMPTY, np.int64)
-        self.text = np.zeros((rows, context + 2 * lookahead + 2), np.int64)
-        self.candidates = np.full((rows, lookahead + 1, candidates), NO_TOKEN, np.int64)
-        self.q = np.zeros((rows, lookahead, kept), np.int64)
-        # The table.
-        self.keys = np.full((rows, columns), NO_KEY, np.int64)
-        self.accepted, self.rank = np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.int64)
-        self.prefix, self.start, self.end = (np.zeros((rows, columns), np.int64) for _ in range(3))
-        self.branch_text = np.zeros((rows, columns, lookahead), np.int64)
-        self.branch_candidates = np.full((rows, columns, lookahead, candidates), NO_TOKEN, np.int64)
-        self.branch_q = np.zeros((rows, columns, lookahead, kept), np.int64)
-        self.steps, self.steps_needed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        marks, self.stop_tokens, self.text = state.marks, state.stop_tokens, state.text
+        self.phase, self.round, self.awaited, self.source = (marks[m] for m in (PHASE, ROUND, AWAITED, SOURCE))
+        self.committed, self.computed, self.is_sampled = (marks[m] for m in (COMMITTED, COMPUTED, IS_SAMPLED))
+        self.depth, self.goal, self.num_stops = (marks[m] for m in (DEPTH, GOAL, NUM_STOPS))
+        self.keys, self.end = state.columns[KEY], state.columns[END]
+        self.q, self.branch_text, self.branch_q = state.q, state.branch_text, state.branch_q
+        self.any_sampled = self.any_drawn = False
+        """Whether any row that is not free is sampled; is drawn with a temperature at all."""
         self._arrival, self._arrivals = np.zeros(rows, np.int64), 0
-        self._places = np.arange(lookahead + 1)
+        self._places = np.arange(shape.lookahead)
+        settling.prepare(state)
+        none = np.empty(0, np.int64)
+        self.record(none, Drawn(none, np.empty((0, 1), np.int64), None))
+        self.finish_chains(none)
 
     def in_phase(self, phase: int) -> NDArray[np.int64]:
         """Rows in ``phase``."""
-        return np.flatnonzero(self.phase == phase)
+        return (self.phase == phase).nonzero()[0]
+
+    def phases(self) -> set[int]:
+        """Phases that some row is in."""
+        return set(self.phase.tolist())
 
     def room(self, committed: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """Length of the speculation after ``committed`` tokens: K, or what is left of the context."""
-        return np.clip(self.context_length - np.asarray(committed, np.int64), 0, self.lookahead)
+        return np.minimum(np.maximum(self.context_length - np.asarray(committed, np.int64), 0), self.lookahead)
 
     def span(self, committed: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """Trunk positions that a round may touch: after adoption of the last branch, and its glue."""
@@ -137,12 +105,9 @@ class Rows:
         self.downweight[row] = downweight
         self.stop_tokens[row] = NO_TOKEN
         self.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens
-
-    @property
-    def is_sampled(self) -> NDArray[np.bool_]:
-        """[rows] whether drafts are sampled and their q is sent."""
-        result: NDArray[np.bool_] = (self.temperature > 0) & ~self.shared_noise
-        return result
+        self.num_stops[row] = len(sampling.stop_tokens)
+        self.is_sampled[row] = self.temperature[row] > 0 and not sampling.shared_noise
+        self._note_drawing()
 
     def next_prompt(self) -> int | None:
         """The row whose prompt is computed next: those that a verifier waits for first, then by arrival."""
@@ -156,19 +121,20 @@ class Rows:
         self.phase[rows] = Phase.FREE
         self.owner[rows] = -1
         self.keys[rows] = self.awaited[rows] = NO_KEY
+        self._note_drawing()
+
+    def _note_drawing(self) -> None:
+        is_served = self.phase != Phase.FREE
+        self.any_sampled = bool((self.is_sampled[is_served] > 0).any())
+        self.any_drawn = bool((self.temperature[is_served] > 0).any())
 
     # -- outcomes ----------------------------------------------------------------------------------
 
     def commit(
         self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
     ) -> None:
-        """Append ``tokens[:, :accepted]`` and ``bonus`` to the text and advance to the next round; a reply is owed."""
-        new = _committed_tokens(accepted, bonus, tokens)
-        i, j = np.nonzero(self._places <= accepted[:, None])
-        self.text[rows[i], self.committed[rows[i]] + j] = new[i, j]
-        self.committed[rows] += accepted + 1
-        self.round[rows] += 1
-        self.awaited[rows] = outcome_keys(accepted, bonus)
+        """See `speculator_service.settling`."""
+        settling.commit(self.state, rows, accepted, bonus, tokens)
 
     def settle(
         self,
@@ -179,102 +145,19 @@ class Rows:
         num_sent: NDArray[np.int64],
         jit_depth: int,
     ) -> Settled:
-        """Apply outcomes [b] (``tokens`` [b, K] are those that were verified) to rows whose prompt is computed.
-
-        Prepared outcomes take over their branch, others cut the trunk back to what is valid.  The caller makes the
-        draft model adopt the branches.  The rows go to `Phase.FORK`, to `Phase.DRAFT` if tokens are missing
-        (``jit_depth`` are wanted), or to `Phase.DONE` after a stop token.
-        """
-        committed, depth = self.committed[rows], self.depth[rows]
-        chain = self.chains(rows)
-        new = _committed_tokens(accepted, bonus, tokens)
-        same = (new[:, :-1] == chain) & (self._places[:-1] < depth[:, None])
-        common = np.minimum(np.logical_and.accumulate(same, axis=1).sum(1), accepted + 1)
-        diverged = common < accepted
-        source, (rank, num_known) = self.source[rows], self._rank_of(rows, accepted, bonus)
-        is_stop = (new[:, :, None] == self.stop_tokens[rows][:, None, :]).any(2)
-        stopped = (is_stop & (self._places <= accepted[:, None])).any(1)
-
-        found = self.keys[rows] == outcome_keys(accepted, bonus)[:, None]
-        column = found.argmax(1) if found.shape[1] else np.zeros(len(rows), np.int64)
-        predicted = found.any(1) & (common >= accepted)
-        done, end = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        hits = np.flatnonzero(predicted)
-        at = rows[hits], column[hits]
-        end[hits] = self.end[at]
-        done[hits] = np.clip(self.steps[rows[hits]] - self.start[at], 0, self.end[at])
-        adopted = (done > 0) & ~stopped
-        kept = ~adopted & (common > accepted) & ~stopped
-
-        self._shift_chains(rows[kept], common[kept])
-        self.commit(rows, accepted, bonus, tokens)
-        prefix = committed + accepted
-        self._take_branches(rows[adopted], column[adopted])
-        self.source[rows] = np.where(adopted, Source.HIT, np.where(kept, source, Source.PRIMARY))
-        self.depth[rows] = np.where(adopted, done, np.where(kept, depth - common, 0))
-        valid = np.where(kept, prefix + self.depth[rows], committed + common)
-        self.computed[rows] = np.where(adopted, prefix + done, np.minimum(self.computed[rows], valid))
-        # A branch that was complete may be in use already; otherwise somebody waits, and for no more than pays.
-        wanted = np.minimum(self.room(self.committed[rows]), jit_depth)
-        is_final = adopted & (done >= end)
-        self.goal[rows] = np.where(is_final, done, np.maximum(self.depth[rows], wanted))
-        self.keys[rows] = NO_KEY
-        self.steps[rows] = 0
-        complete = self.depth[rows] >= self.goal[rows]
-        self.phase[rows] = np.where(stopped, Phase.DONE, np.where(complete, Phase.FORK, Phase.DRAFT))
-        return Settled(
-            adopted,
-            column + 1,
-            prefix,
-            done,
-            diverged,
-            kept,
-            predicted,
-            stopped,
-            (num_sent == depth) & ~diverged,
-            source,
-            depth,
-            rank,
-            num_known,
-        )
-
-    def _rank_of(
-        self, rows: NDArray[np.int64], accepted: NDArray[np.int64], bonus: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`bonus_rank` among the candidates at position k; none where they are not known."""
-        sent = np.where(accepted < self.depth[rows], self.text[rows, self.committed[rows] + accepted], NO_TOKEN)
-        candidates = self.candidates[rows, accepted][:, None]
-        ranked = rank_candidates(candidates, sent[:, None], self.stop_tokens_of(rows))[:, 0]
-        rank, num_known = bonus_rank(ranked, bonus)
-        known = accepted <= self.computed[rows] - self.committed[rows]
-        return np.where(known, rank, -1), np.where(known, num_known, 0)
-
-    def stop_tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[b, n] stop tokens of the rows, -1 where there are fewer than n; n is what the rows need."""
-        stops = self.stop_tokens[rows]
-        return stops[:, : int((stops != NO_TOKEN).sum(1).max(initial=0))]
-
-    def _shift_chains(self, rows: NDArray[np.int64], count: NDArray[np.int64]) -> None:
-        source = np.minimum(self._places + count[:, None], self.lookahead)
-        self.candidates[rows] = self.candidates[rows[:, None], source]
-        self.q[rows] = self.q[rows[:, None], np.minimum(source[:, :-1], self.lookahead - 1)]
-
-    def _take_branches(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-        where = self.committed[rows][:, None] + self._places[:-1]
-        self.text[rows[:, None], where] = self.branch_text[rows, columns]
-        self.candidates[rows, :-1] = self.branch_candidates[rows, columns]
-        self.q[rows] = self.branch_q[rows, columns]
+        """See `speculator_service.settling`."""
+        return settling.settle(self.state, rows, accepted, bonus, tokens, num_sent, jit_depth)
 
     # -- the chain ---------------------------------------------------------------------------------
 
     def chains(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[b, K] tokens, valid up to ``depth``."""
-        return self.text[rows[:, None], self.committed[rows][:, None] + self._places[:-1]]
+        return self.text[rows[:, None], self.committed[rows][:, None] + self._places]
 
     def give(self, rows: NDArray[np.int64], source: int, tokens: NDArray[np.int64], depth: NDArray[np.int64]) -> None:
         """Let ``tokens`` [b, K], valid up to ``depth`` [b], be the whole chain of rows that have none. Not sampled."""
         depth = np.minimum(depth, self.room(self.committed[rows]))
-        self.text[rows[:, None], self.committed[rows][:, None] + self._places[:-1]] = tokens
+        self.text[rows[:, None], self.committed[rows][:, None] + self._places] = tokens
         self.q[rows] = 0
         self.depth[rows] = self.goal[rows] = depth
         self.source[rows] = source
@@ -291,16 +174,7 @@ class Rows:
 
     def record(self, rows: NDArray[np.int64], drawn: Drawn) -> None:
         """Take what was drawn [b] after the last computed position of the rows."""
-        place = self.computed[rows] - self.committed[rows]
-        in_chain = place >= 0  # otherwise the row is still catching up with committed text
-        rows, place, count = rows[in_chain], place[in_chain], drawn.candidates.shape[1]
-        self.candidates[rows, place, :count] = drawn.candidates[in_chain]
-        self.candidates[rows, place, count:] = NO_TOKEN
-        grows = (place >= self.depth[rows]) & (place < self.goal[rows])
-        rows, place = rows[grows], place[grows]
-        self.text[rows, self.committed[rows] + place] = drawn.tokens[in_chain][grows]
-        self.q[rows, place] = 0 if drawn.q is None else drawn.q[in_chain][grows]
-        self.depth[rows] = place + 1
+        tables.record_all(self.state, rows, *drawn.arrays())
 
     def finish_chains(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of rows in `Phase.DRAFT`, those that have reached their goal; they are in `Phase.FORK` now."""
@@ -319,12 +193,3 @@ class Rows:
         self.source[row] = Source.PRIMARY if is_awaited else Source.EMPTY
         self.record(np.array([row]), drawn)
         self.phase[row] = Phase.FORK if self.depth[row] >= self.goal[row] else Phase.DRAFT
-
-
-def _committed_tokens(
-    accepted: NDArray[np.int64], bonus: NDArray[np.int64], tokens: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[b, K + 1]: the tokens that an outcome commits; what follows the bonus token is meaningless."""
-    new = np.concatenate([tokens, bonus[:, None]], axis=1)
-    new[np.arange(len(new)), accepted] = bonus
-    return new

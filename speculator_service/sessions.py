@@ -45,6 +45,10 @@ class Verifier:
         self.waiting: dict[int, WaitingSequence] = {}
         self.answered_at: float | None = None
         """When the last outcomes were answered, all of them; None while some are not, and before the first."""
+        self.taken_at = 0.0
+        """When they were taken."""
+        self.all_hit = False
+        """Whether they were all hits, none of them short."""
         self.attached = True
         """Cleared by the speculator when it has given the verifier up; the channel is closed then."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculator_service.rows import Settled
-from speculator_service.saguaro.sources import BACKUPS
+from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES
 
 
 class OutcomeKind(StrEnum):
@@ -51,6 +51,9 @@ class Statistics:
     tables: int = 0
     """Begun."""
     prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    prefill_tokens_shared: int = 0
+    """Prompt tokens that were computed for another sequence."""
     invalid: int = 0
     """Records that made no sense: their sequences are lost."""
     stale: int = 0
@@ -66,10 +69,23 @@ class Statistics:
     """[K + 1] outcomes by number of accepted tokens; those with a stop token are left out."""
     accepted_hits: NDArray[np.int64] = field(init=False)
     """[K + 1] of these, hits (short or not)."""
+    accepted_full_hits: NDArray[np.int64] = field(init=False)
+    """[K + 1] of these, `OutcomeKind.HIT`."""
+    verified: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_SOURCES, np.int64))
+    """Rounds of sequences, by `Source` of the speculation that was verified."""
+    verified_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_SOURCES, np.int64))
+    """Tokens that they yielded, the bonus tokens included."""
+    rounds: list[int] = field(default_factory=lambda: [0, 0])
+    """Rounds of verifiers; these and the next two: some outcome of the batch was no `OutcomeKind.HIT`, all were."""
+    answer_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """From the batch of outcomes to its last answer."""
+    verification_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """From there to the next outcomes."""
 
     def __post_init__(self) -> None:
         self.accepted = np.zeros(self.lookahead + 1, np.int64)
         self.accepted_hits = np.zeros(self.lookahead + 1, np.int64)
+        self.accepted_full_hits = np.zeros(self.lookahead + 1, np.int64)
 
     def count_outcomes(self, accepted: NDArray[np.int64], settled: Settled, complete: NDArray[np.bool_]) -> None:
         """Count outcomes [b] of served sequences; ``complete``: the speculation needed no further draft step."""
@@ -84,9 +100,21 @@ class Statistics:
             (OutcomeKind.NOT_STARTED, other & settled.predicted),
             (OutcomeKind.NOT_PREDICTED, other & ~settled.predicted),
         ):
-            self.outcomes[kind] += int(rows.sum())
+            self.outcomes[kind] += int(np.count_nonzero(rows))
         self.accepted += np.bincount(accepted[~settled.stopped], minlength=self.lookahead + 1)
         self.accepted_hits += np.bincount(accepted[hit], minlength=self.lookahead + 1)
+        self.accepted_full_hits += np.bincount(accepted[hit & complete], minlength=self.lookahead + 1)
+
+    def count_verified(self, source: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        """Count rounds [b] of sequences that verified speculations of these sources."""
+        self.verified += np.bincount(source, minlength=NUM_SOURCES)
+        self.verified_tokens += np.bincount(source, accepted + 1, NUM_SOURCES).astype(np.int64)
+
+    def count_round(self, all_hit: bool, answer_seconds: float, verification_seconds: float) -> None:
+        """Count a round of a verifier: the answer to a batch of outcomes, and the verification that followed."""
+        self.rounds[all_hit] += 1
+        self.answer_seconds[all_hit] += answer_seconds
+        self.verification_seconds[all_hit] += verification_seconds
 
     def count_step(self, kind: StepKind, seconds: float) -> None:
         """Count a model step."""

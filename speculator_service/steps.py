@@ -14,6 +14,7 @@ from speculator_service.drafting import Drafter
 from speculator_service.drawn import Drawn
 from speculator_service.phase import Phase
 from speculator_service.planner import Planner
+from speculator_service.prefixes import PrefixCache
 from speculator_service.publisher import Publisher
 from speculator_service.rows import Rows
 from speculator_service.saguaro.sources import Source
@@ -46,10 +47,11 @@ class ModelSteps:
         statistics: Statistics,
         prefill_chunk: int,
         trace: Trace,
+        prefixes: PrefixCache,
     ) -> None:
         self._engine, self._rows, self._planner, self._drafter = engine, rows, planner, drafter
         self._publisher, self._statistics, self._chunk = publisher, statistics, prefill_chunk
-        self._branches, self._trace = Branches(rows), trace
+        self._branches, self._trace, self._prefixes = Branches(rows), trace, prefixes
         self._prefilled_last = False
 
     def make_next(self) -> StepMade | None:
@@ -59,12 +61,13 @@ class ModelSteps:
         the device once: when what was drawn is copied to the host.
         """
         state = self._rows
-        drafting, prompt = state.in_phase(Phase.DRAFT), state.next_prompt()
-        forks = state.in_phase(Phase.FORK)
-        has_table = len(forks) > 0 or bool((state.phase == Phase.TABLE).any())
+        phases = state.phases()
+        prompt = state.next_prompt() if Phase.PREFILL in phases else None
+        has_table = Phase.FORK in phases or Phase.TABLE in phases
         tables_turn = has_table and self._prefilled_last and not (prompt is not None and state.awaited[prompt] >= 0)
         self._prefilled_last = False
-        if len(drafting):
+        if Phase.DRAFT in phases:
+            drafting = state.in_phase(Phase.DRAFT)
             with self._trace.span("draft step", batch=len(drafting)):
                 return StepMade(StepKind.DRAFT, self._draft(drafting))
         if prompt is not None and not tables_turn:
@@ -74,7 +77,7 @@ class ModelSteps:
             return StepMade(StepKind.PREFILL, 1)
         if has_table:
             with self._trace.span("table step"):
-                return StepMade(StepKind.TABLE, self._build_tables(forks))
+                return StepMade(StepKind.TABLE, self._build_tables(Phase.FORK in phases))
         return None
 
     def _draft(self, rows: NDArray[np.int64]) -> int:
@@ -84,7 +87,7 @@ class ModelSteps:
             logits = self._engine.extend_one(rows, positions, tokens)
         place = positions + 1 - self._rows.committed[rows]
         num_candidates = self._planner.plan.num_candidates
-        self._rows.extend(rows, self._draw(logits, rows, positions + 1, place, num_candidates))
+        self._rows.extend(rows, self._draw(logits, None, rows, positions + 1, place, num_candidates))
         complete = self._rows.finish_chains(rows)
         if len(complete):
             self._publisher.reply(complete)
@@ -92,6 +95,7 @@ class ModelSteps:
 
     def _prefill(self, row: int) -> None:
         state = self._rows
+        self._statistics.prefill_tokens_shared += self._prefixes.borrow(row)
         start = int(state.computed[row])
         stop = min(start + self._chunk, int(state.committed[row]))
         with self._trace.span("model", tokens=stop - start):
@@ -101,15 +105,18 @@ class ModelSteps:
         if stop < state.committed[row]:
             return
         rows = np.array([row])
-        drawn = self._draw(logits[None], rows, np.array([stop]), np.zeros(1, np.int64), state.shape.max_candidates)
+        drawn = self._draw(
+            logits[None], None, rows, np.array([stop]), np.zeros(1, np.int64), state.shape.max_candidates
+        )
         state.finish_prompt(row, drawn, self._planner.plan.jit_depth)
         if state.phase[row] == Phase.FORK:
             self._publisher.reply(rows)
 
-    def _build_tables(self, forks: NDArray[np.int64]) -> int:
-        """One step of all tables that are not complete, after beginning those of ``forks``."""
+    def _build_tables(self, has_forks: bool) -> int:
+        """One step of all tables that are not complete, after beginning those of rows in `Phase.FORK`."""
         state = self._rows
-        if len(forks):
+        if has_forks:
+            forks = state.in_phase(Phase.FORK)
             with self._trace.span("fork", tables=len(forks)):
                 self._branches.fork(forks, self._planner.plan)
                 self._publisher.begin(forks)
@@ -117,50 +124,48 @@ class ModelSteps:
         rows = state.in_phase(Phase.TABLE)
         if not len(rows):
             return 0
-        step = self._branches.next_step(rows)
-        with self._trace.span("model", batch=len(rows), branches=int(step.live[:, 1:].sum())):
+        step, live = self._branches.next_step(rows)
+        with self._trace.span("model", batch=len(rows), live=len(live)):
             logits = self._engine.step(step)
         with self._trace.span("draw"):
-            drawn = self._drawn_in(step, logits)
+            drawn = self._drawn_in(step, live, logits)
         with self._trace.span("publish"):
-            named, cells = self._branches.take_step(step, *drawn)
+            named, cells = self._branches.take_step(step, live, drawn)
             if len(named):
                 self._publisher.begin(named)
             self._publisher.write(cells)
         return len(rows)
 
-    def _drawn_in(self, step: BranchStep, logits: torch.Tensor) -> tuple[Drawn, Drawn]:
-        """What the live rows of a step draw, from ``logits`` [b, G, V]: trunks, and branches in the order of the step.
+    def _drawn_in(self, step: BranchStep, live: NDArray[np.int64], logits: torch.Tensor) -> Drawn:
+        """What the ``live`` rows [n] of a step draw, from ``logits`` [b, G, V].
 
         The outcomes of a chain that the draft model did not make may all be at one position: those trunks keep more
         candidates.
         """
-        state, (_, width) = self._rows, step.live.shape
-        rows, flat = np.repeat(step.slots, width), logits.flatten(0, 1)
-        positions = (step.prefix + step.depth + 1).ravel()
-        place = step.depth.copy()
-        place[:, 0] = step.prefix[:, 0] + 1 - state.committed[step.slots]
-        place = place.ravel()
-        drawn = self._draw(flat, rows, positions, place, self._planner.plan.num_candidates)
-        live, is_trunk = step.live.ravel(), np.arange(len(rows)) % width == 0
-        trunk = np.flatnonzero(live & is_trunk)
-        trunks, wide = drawn.pick(trunk), state.source[rows[trunk]] >= Source.SUFFIX
-        if wide.any():
-            at = trunk[wide]
-            index = torch.from_numpy(at).to(logits.device)
-            more = self._draw(flat[index], rows[at], positions[at], place[at], state.shape.max_candidates)
-            trunks = trunks.with_candidates(np.flatnonzero(wide), more.candidates)
-        return trunks, drawn.pick(np.flatnonzero(live & ~is_trunk))
+        state, flat, plan = self._rows, logits.flatten(0, 1), self._planner.plan
+        any_wide = np.count_nonzero(state.source[step.slots] >= Source.SUFFIX) > 0
+        if not state.any_drawn and not any_wide:
+            return self._drafter.take_likeliest(flat, live, plan.num_candidates)
+        line, branch = np.divmod(live, step.live.shape[1])
+        rows, depth, positions = step.slots[line], step.depth.ravel()[live], step.prefix.ravel()[live] + 1
+        place = np.where(branch == 0, positions - state.committed[rows], depth)
+        positions += depth
+        drawn = self._draw(flat, live, rows, positions, place, plan.num_candidates)
+        wide = np.flatnonzero((branch == 0) & (state.source[rows] >= Source.SUFFIX))
+        if len(wide):
+            some = live[wide], rows[wide], positions[wide], place[wide]
+            drawn = drawn.with_candidates(wide, self._draw(flat, *some, state.shape.max_candidates).candidates)
+        return drawn
 
     def _draw(
         self,
         logits: torch.Tensor,
+        lines: NDArray[np.int64] | None,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         place: NDArray[np.int64],
         num_candidates: int,
     ) -> Drawn:
         """Draw a token at ``positions`` [n] of ``rows`` [n], which are places ``place`` of a speculation."""
-        lookahead = self._rows.lookahead
-        fan_out = self._planner.plan.counts[Source.HIT, lookahead, np.clip(place, 0, lookahead - 1)]
-        return self._drafter.draw(logits, rows, positions, fan_out, num_candidates)
+        by_place = self._planner.plan.counts[Source.HIT, self._rows.lookahead, :-1]
+        return self._drafter.draw(logits, lines, rows, positions, place, by_place, num_candidates)

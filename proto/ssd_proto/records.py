@@ -172,5 +172,8 @@ class Proposals(NamedTuple):
     """[b, lookahead] valid up to ``depth``."""
     kind: NDArray[np.int32]
     """[b] `ProposalKind`."""
-    q: NDArray[np.int64]
-    """[b, lookahead, m] what ``tokens`` were sampled from (`pack_probs`); 0 where they were not, and past ``depth``."""
+    q: NDArray[np.int64] | None
+    """[b, lookahead, m] what ``tokens`` were sampled from (`pack_probs`); 0 where they were not, and past ``depth``.
+
+    None: all is 0.
+    """

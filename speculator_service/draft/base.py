@@ -54,6 +54,12 @@ class DraftModel(Protocol):
     def release(self, slot: int) -> None:
         """Give back everything the slot holds. Releasing an empty slot does nothing."""
 
+    def held_tokens(self, slot: int) -> int:
+        """KV cells that the slot holds, those of its branches included."""
+
+    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> None:
+        """Let positions [start, stop) of the trunk of ``slot``, reserved already, be those of ``source``."""
+
     def extend(self, slot: int, start: int, tokens: NDArray[np.integer]) -> torch.Tensor:
         """Compute trunk positions [start, start + len(tokens)); returns the last position's logits [V].
 

@@ -39,6 +39,11 @@ class CellTable:
         """Trunk positions of the slots that have a cell."""
         return np.maximum(self._held[slots], 0)
 
+    def num_held(self, slot: int) -> int:
+        """Cells of the slot, those of its branches included."""
+        held = int(self._held[slot])
+        return held + self.own[slot, 1:].size if held >= 0 else 0
+
     def reserve(self, slot: int, length: int) -> bool:
         """Give trunk positions [0, length) cells, and the slot its branch cells if it has none.
 

@@ -78,6 +78,7 @@ class DraftEngine:
                 f"at least {least}; free memory on {config.device} or lower the fan-out or K."
             )
         self._cells = CellTable(numbers, config.max_slots, config.num_branches, config.lookahead, config.context_length)
+        self._runner = runner
         path = _SharedTrunkPath if config.attention_backend == "shared_trunk" else _RowsPath
         self._path: _ForwardPath = path(runner, self._cells)
 
@@ -94,6 +95,16 @@ class DraftEngine:
         """Give back everything the slot holds. Releasing an empty slot does nothing."""
         self._cells.release(slot)
         self._path.released(slot)
+
+    def held_tokens(self, slot: int) -> int:
+        """KV cells that the slot holds, those of its branches included."""
+        return self._cells.num_held(slot)
+
+    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> None:
+        """Let positions [start, stop) of the trunk of ``slot`` be those of ``source``. Does not wait for the device."""
+        if stop > min(self._cells.held_by(source), self._cells.held_by(slot)):
+            raise ValueError(f"slots {source}, {slot}: positions [{start}, {stop}) are not reserved")
+        self._runner.copy_cells(self._cells.trunk[source, start:stop], self._cells.trunk[slot, start:stop])
 
     def extend(self, slot: int, start: int, tokens: NDArray[np.integer]) -> torch.Tensor:
         """Compute trunk positions [start, start + len(tokens)); returns the last position's logits [V]."""

@@ -33,6 +33,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, get_model, publish, spawn_world_rank
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from speculator_service.draft.aliased_rows import upload
 from speculator_service.draft.cells import CellTable
 from speculator_service.draft.config import DraftConfig
 from speculator_service.draft.lean import LeanForward, agrees, make_lean
@@ -79,6 +80,13 @@ class DraftRunner:
         """Keys and values of every layer, [cells + 1, heads, D] each."""
         pool = self._runner.token_to_kv_pool
         return [*pool.k_buffer, *pool.v_buffer]
+
+    @torch.inference_mode()
+    def copy_cells(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Copy keys and values of cells [n] to other cells [n], in every layer."""
+        from_cells, to_cells = upload(self.device, source, target)
+        for buffer in self.kv_buffers():
+            buffer.index_copy_(0, to_cells, buffer.index_select(0, from_cells))
 
     @torch.inference_mode()
     def extend(

@@ -6,42 +6,100 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssd_proto.records import NO_KEY, outcome_keys
+from speculator_service.compiled import compiled
 
-_SCAN_AT_MOST = 8
-"""Candidates up to which repeated argmax is faster on a CPU than a partial sort (2 to 4 times for F = 3)."""
+_SCAN_AT_MOST = 32
+"""Candidates up to which the scan below is faster on a CPU than a partial sort (7 times for F = 3)."""
+_LANES = 64
+_BLOCK = 64
 
 
-def top_candidates(logits: torch.Tensor, count: int) -> NDArray[np.int64]:
+def top_candidates(logits: torch.Tensor, count: int, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Most likely tokens, best first; copies to the host and hence synchronises with the device.
 
     Args:
-        logits: [..., V].
+        logits: [n, V].
         count: at most this many; V if that is less.
+        rows: [m] of the logits, those that are wanted; None: all.
 
     Returns:
-        [..., count] token ids.
+        [m, count] token ids; of equal ones the lower is better (on a CPU).
     """
     count = min(count, logits.shape[-1])
     if logits.device.type == "cpu" and count <= _SCAN_AT_MOST:
-        return _scan(logits.float().numpy(), count)
-    indices = logits.topk(count, dim=-1).indices
-    result: NDArray[np.int64] = indices.to("cpu", torch.int64).numpy()
-    return result
+        values = logits.float().contiguous().numpy()
+        rows = np.arange(len(values)) if rows is None else rows
+        result = np.zeros((len(rows), count), np.int64)
+        _scan(values, rows, result)
+        return result
+    if rows is not None:
+        logits = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+    return logits.topk(count, dim=-1).indices.to("cpu", torch.int64).numpy()
 
 
-def _scan(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """`top_candidates` by repeated argmax over ``logits``, which are as before afterwards."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    result = np.empty((len(rows), count), np.int64)
-    taken = np.empty((len(rows), count), np.float32)
-    every = np.arange(len(rows))
-    for place in range(count):
-        best = result[:, place] = rows.argmax(axis=1)
-        taken[:, place] = rows[every, best]
-        rows[every, best] = -np.inf
-    rows[every[:, None], result] = taken
-    return result.reshape(*logits.shape[:-1], count)
+@compiled
+def _scan(values: NDArray[np.float32], rows: NDArray[np.int64], result: NDArray[np.int64]) -> None:
+    """`top_candidates` of the rows of ``values`` [n, V]. Most values are only compared with a floor, many at once."""
+    count, size = result.shape[1], values.shape[1]
+    best, unused = np.empty(count, np.float32), np.empty(count, np.int64)
+    lanes = np.empty(_LANES, np.float32)
+    for i, row in enumerate(rows):
+        line = values[row]
+        floor = np.float32(-np.inf)
+        if size >= 4 * _LANES:  # the best maxima of parts: as many values are not below the last of them
+            num_lanes = _find_maxima(line, lanes, 2 * count)
+            filled = 0
+            for lane in range(num_lanes):
+                filled = _insert(best, unused, filled, lanes[lane], lane)
+            floor = best[count - 1]
+        filled = 0
+        for start in range(0, size, _BLOCK):
+            block = line[start : start + _BLOCK]
+            if _num_from(block, floor) > 0:
+                for j in range(len(block)):
+                    if block[j] >= floor:
+                        filled = _insert(best, result[i], filled, block[j], start + j)
+
+
+@compiled
+def _find_maxima(line: NDArray[np.float32], lanes: NDArray[np.float32], least: int) -> int:
+    """``lanes`` begin with the maxima of parts of ``line``, ``least`` or more of them; returns how many."""
+    lanes[:] = line[:_LANES]
+    for start in range(_LANES, len(line) - _LANES + 1, _LANES):
+        _raise(lanes, line[start : start + _LANES])
+    number = _LANES
+    while number // 2 >= least:
+        number //= 2
+        _raise(lanes[:number], lanes[number : 2 * number])
+    return number
+
+
+@compiled
+def _raise(lanes: NDArray[np.float32], block: NDArray[np.float32]) -> None:
+    """The larger of both, in ``lanes``."""
+    for lane in range(len(lanes)):
+        lanes[lane] = block[lane] if block[lane] > lanes[lane] else lanes[lane]
+
+
+@compiled
+def _num_from(block: NDArray[np.float32], floor: np.float32) -> int:
+    number = 0
+    for j in range(len(block)):
+        number += block[j] >= floor
+    return number
+
+
+@compiled
+def _insert(best: NDArray[np.float32], ids: NDArray[np.int64], filled: int, value: np.float32, token: int) -> int:
+    """Put a value among the ``filled`` first of ``best``, which fall, after equal ones; returns how many are filled."""
+    place = min(filled, len(best) - 1)
+    if filled == len(best) and value <= best[place]:
+        return filled
+    while place > 0 and best[place - 1] < value:
+        best[place], ids[place] = best[place - 1], ids[place - 1]
+        place -= 1
+    best[place], ids[place] = value, token
+    return min(filled + 1, len(best))
 
 
 def rank_candidates(
@@ -69,33 +127,45 @@ def rank_candidates(
     return np.where(np.take_along_axis(excluded, order, -1), -1, ranked)
 
 
-def outcome_columns(
-    ranked: NDArray[np.int64], accepted: NDArray[np.int64], rank: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Keys of the outcomes of a table.
-
-    Args:
-        ranked: [b, P, M] from `rank_candidates`, position k in place k.
-        accepted: [b, B] k of each column, 0..P-1; -1: the column is unused.
-        rank: [b, B] place of the column's bonus token among the ranked candidates.
-
-    Returns:
-        [b, B] keys (`ssd_proto.records.outcome_keys`), `NO_KEY` where there is no candidate.
-
-    >>> logits = torch.tensor([[[5., 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [1, 5, 2, 4, 3, 0]]])
-    >>> ranked = rank_candidates(top_candidates(logits, 5), np.array([[0, 5, -1]]), np.empty((1, 0), np.int64))
-    >>> keys = outcome_columns(ranked, np.array([[0, 0, 1, 2, 2, 2]]), np.array([[0, 1, 0, 0, 1, 2]]))
-    >>> (keys & 0xFFFFFFFF).tolist()
-    [[1, 2, 4, 1, 3, 4]]
-    """
-    rows = np.arange(len(ranked))[:, None]
-    available = ranked.shape[2]
-    tokens = ranked[rows, np.maximum(accepted, 0), np.minimum(rank, available - 1)]
-    exists = (accepted >= 0) & (rank < available) & (tokens >= 0)
-    return np.where(exists, outcome_keys(np.maximum(accepted, 0), np.maximum(tokens, 0)), NO_KEY)
-
-
 def bonus_rank(ranked: NDArray[np.int64], bonus: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where the bonus tokens [b] stand among ``ranked`` [b, M]: rank [b] (-1: absent) and how many there were [b]."""
     found = ranked == bonus[:, None]
     return np.where(found.any(1), found.argmax(1), -1), (ranked >= 0).sum(1)
+
+
+@compiled
+def nth_candidate(candidates: NDArray[np.int64], sent: int, stop_tokens: NDArray[np.int64], rank: int) -> int:
+    """The candidate of a position [M] that `rank_candidates` puts at place ``rank``; -1: there are not so many.
+
+    >>> nth_candidate(np.array([4, 7, 2, 9]), 7, np.array([2]), 1)
+    9
+    """
+    for token in candidates:
+        if _can_be_bonus(token, sent, stop_tokens):
+            if rank == 0:
+                return int(token)
+            rank -= 1
+    return -1
+
+
+@compiled
+def candidate_rank(
+    candidates: NDArray[np.int64], sent: int, stop_tokens: NDArray[np.int64], bonus: int
+) -> tuple[int, int]:
+    """`bonus_rank` among the candidates of a position [M].
+
+    >>> candidate_rank(np.array([4, 7, 2, 9]), 7, np.array([2]), 9)
+    (1, 2)
+    """
+    rank, count = -1, 0
+    for token in candidates:
+        if _can_be_bonus(token, sent, stop_tokens):
+            if token == bonus:
+                rank = count
+            count += 1
+    return rank, count
+
+
+@compiled
+def _can_be_bonus(token: int, sent: int, stop_tokens: NDArray[np.int64]) -> bool:
+    return token >= 0 and token != sent and token not in stop_tokens

@@ -44,24 +44,15 @@ def with_config(text: str) -> tuple[str, ...]:
 STARTS = {
     "no draft and no endpoint": BadStart(SSD, ("--speculative-draft-model-path", "--speculative-ssd-endpoint")),
     "missing draft": BadStart((*SSD, "--speculative-draft-model-path", "/no/such/model"), ("/no/such/model",)),
-    "num-steps 17": BadStart((*WITH_DRAFT, "--speculative-num-steps", "17"), ("--speculative-num-steps", "1 and 16")),
-    "page size": BadStart((*WITH_DRAFT, "--page-size", "16"), ("--page-size 1",)),
     "pipeline": BadStart((*WITH_DRAFT, "--pp-size", "2"), ("pipeline",)),
-    "DP attention": BadStart(
-        (*WITH_DRAFT, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), ("DP attention",)
-    ),
     "bad JSON": BadStart(with_config('{"deadline_ms": '), ("--speculative-ssd-config",)),
     "bad fan-out": BadStart(with_config('{"service": {"fan_out": [1, 2]}}'), ("fan",)),
     "Saguaro's C": BadStart(with_config('{"service": {"downweight": 1.5}}'), ("downweight", "0 to 1", "1.5")),
     "backup": BadStart(with_config('{"service": {"backup": "fast"}}'), ("backup", "primary, suffix, empty")),
-    "branch budget": BadStart(
-        with_config('{"service": {"fan_out": "auto", "branch_budget": 100000}}'), ("branch_budget", "1024")
-    ),
     "draft KV cells": BadStart(with_config('{"service": {"max_total_tokens": 5}}'), ("max_total_tokens", "at least")),
     "trace file": BadStart(with_config('{"trace": "/no/such/folder/trace.json"}'), ("trace", "cannot be written")),
     "probabilities per token": BadStart(with_config('{"num_kept": 5000}'), ("num_kept", "1024")),
     "endpoint scheme": BadStart((*SSD, "--speculative-ssd-endpoint", "http://127.0.0.1:1"), ("tcp://", "ipc://")),
-    "EAGLE draft": BadStart((*SSD, "--speculative-draft-model-path", "@eagle"), ("LlamaForCausalLMEagle",)),
     "Mamba draft": BadStart((*SSD, "--speculative-draft-model-path", "@mamba"), ("Mamba",)),
     "other vocabulary": BadStart((*SSD, "--speculative-draft-model-path", "@other-size"), ("1000", "2048")),
     "other tokenizer": BadStart((*SSD, "--speculative-draft-model-path", "@other-tokenizer"), ("tokenizer",)),
@@ -80,7 +71,6 @@ def write_drafts(folder: Path) -> dict[str, str]:
     first, second = list(vocabulary)[400:402]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     changes: dict[str, dict[str, Any]] = {
-        "eagle": {"architectures": ["LlamaForCausalLMEagle"]},
         "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16},
         "other-size": {"vocab_size": 1000},
         "other-tokenizer": {},

@@ -117,7 +117,11 @@ class SampledLoop:
             padding = self.rng.integers(0, VOCAB, sent.shape)
             records["tokens"] = np.where(sent, proposals.tokens, padding)
             records["num_sent"], records["proposal"] = depth, np.where(depth, proposals.kind, ProposalKind.EMPTY)
-            q = np.where(sent[..., None], proposals.q, 0)
+            q = (
+                np.zeros((*sent.shape, 1), np.int64)
+                if proposals.q is None
+                else np.where(sent[..., None], proposals.q, 0)
+            )
             for kind in proposals.kind.tolist():
                 self.kinds[ProposalKind(kind)] += 1
         for slot in slots.tolist():

@@ -206,7 +206,7 @@ def test_noise(seed: int) -> None:
         loop.speculator.detach(ours)
     loop.settle()
     assert loop.speculator.num_served == loop.speculator.num_waiting == 0
-    assert loop.draft.free_tokens == 700
+    assert loop.speculator.num_free_cells == 700
 
 
 def random_outcomes(rng: np.random.Generator) -> NDArray[np.void]:

@@ -31,7 +31,7 @@ def assert_all_free(loop: Loop) -> None:
     loop.settle()
     assert loop.speculator.num_served == 0
     assert loop.speculator.num_waiting == 0
-    assert loop.draft.free_tokens == loop.draft._capacity
+    assert loop.speculator.num_free_cells == loop.draft._capacity
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

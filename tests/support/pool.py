@@ -27,6 +27,8 @@ class Configuration:
     service: Mapping[str, Any] = field(default_factory=dict)
     """Of the embedded service."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    traced: bool = False
+    """Whether it writes a trace of its rounds, see `SSDServer.trace`."""
 
 
 _OVERLAP = {"overlap_on_cpu": True}
@@ -37,8 +39,8 @@ _PLANNED = {"fan_out": "auto", "downweight": "auto"}
 CONFIGURATIONS = {
     "sync": Configuration(service=_FIXED),
     "overlap": Configuration(_OVERLAP, _FIXED),
-    "sync-retract": Configuration(service=_PLANNED, environment=_RETRACT),
-    "overlap-retract": Configuration(_OVERLAP, _PLANNED, _RETRACT),
+    "sync-retract": Configuration(service=_PLANNED, environment=_RETRACT, traced=True),
+    "overlap-retract": Configuration(_OVERLAP, _PLANNED, _RETRACT, traced=True),
 }
 """In the order in which the tests use them: with a fixed plan, so that what is accepted does not depend on times, and
 with everything left to measurements."""
@@ -52,6 +54,8 @@ class SSDServer(SGLangServer):
         http_port = free_port()
         service = {"http_port": http_port, **configuration.service}
         options = {"deadline_ms": DEADLINE_MS, "service": service, **configuration.options}
+        if configuration.traced:
+            self.trace = options["trace"] = str(logs / f"rounds-{name}.json")
         super().__init__(f"ssd-{name}", [*ssd_flags(options), *flags], logs, configuration.environment)
         self.service = ServiceView(http_port)
         self.service.note_capacity()

@@ -129,11 +129,20 @@ class Harness:
     # ------------------------------------------------------------------ what a speculator does
 
     def open(self, slot: int) -> None:
-        """Prompt in chunks of random sizes."""
-        length = int(self.rng.integers(2, 60))
-        assert self.engine.reserve(slot, length)
-        prompt = [self.token() for _ in range(length)]
+        """Prompt in chunks of random sizes; now and then another slot has its beginning."""
+        prompt = [self.token() for _ in range(int(self.rng.integers(2, 60)))]
         start = 0
+        others = list(self.slots)
+        if others and self.rng.random() < 0.5:
+            other = others[int(self.rng.integers(len(others)))]
+            start = int(self.rng.integers(1, min(40, len(self.slots[other].tokens)) + 1))
+            prompt = self.slots[other].tokens[:start] + prompt[:20]
+        length = len(prompt)
+        assert self.engine.reserve(slot, length)
+        if start:
+            middle = int(self.rng.integers(0, start + 1))
+            self.engine.copy_trunk(other, slot, 0, middle)
+            self.engine.copy_trunk(other, slot, middle, start)
         while start < length:
             count = int(self.rng.integers(1, length - start + 1))
             logits = self.engine.extend(slot, start, np.array(prompt[start : start + count]))

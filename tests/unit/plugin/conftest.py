@@ -77,14 +77,14 @@ class Pair:
         self.registry = CollectorRegistry()
         self.client = FakeClient()
         self.sessions = Sessions(SHAPE.num_slots, SHAPE.lookahead)
+        self.metrics = VerifierMetrics(self.registry)
         self.speculation = Speculation(
             self.client,  # type: ignore[arg-type]
             self.sessions,
-            VerifierMetrics(self.registry),
+            self.metrics,
             RequestSampling(shares_noise, SHAPE.num_kept, knows_law=True),
             deadline_s,
             VOCAB_SIZE,
-            SHAPE.num_kept,
         )
         self.doorbell = Doorbell()
         self.speculators: list[ShmSpeculatorChannel] = []
@@ -101,6 +101,7 @@ class Pair:
         return speculator
 
     def value(self, name: str, **labels: str) -> float:
+        self.metrics.show()
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def close(self) -> None:

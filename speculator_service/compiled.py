@@ -1,4 +1,4 @@
-"""Compiled loops over the state of rows.
+"""How loops are compiled.
 
 A round touches few numbers, but in many ways: as calls of numpy it costs many times what it costs as a loop, and every
 instruction here is one that a target on the same physical core waits for.
@@ -7,12 +7,16 @@ instruction here is one that a target on the same physical core waits for.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import config, njit
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +31,7 @@ _SOURCES = (
     "settling",
     "tables",
 )
-"""Modules with compiled functions, or with constants that these use."""
+"""Modules with compiled functions that call each other, or with constants that these use."""
 
 
 def compiled(function: F) -> F:
@@ -38,10 +42,31 @@ def compiled(function: F) -> F:
     """
     before, config.CACHE_DIR = config.CACHE_DIR, config.CACHE_DIR or _FOLDER
     try:
-        result: F = njit(cache=True)(function)
+        return _kept_on_disk(function)
     finally:
         config.CACHE_DIR = before
+
+
+def compiled_for(signature: str, **options: Any) -> Callable[[F], F]:
+    """Compile a function for these types alone, at once: others are an error, not a compilation within a round.
+
+    It must not call other compiled functions. ``options`` are Numba's.
+    """
+    return lambda function: _kept_on_disk(function, signature, **options)
+
+
+def _kept_on_disk(function: F, *signature: str, **options: Any) -> F:
+    try:
+        result: F = njit(*signature, cache=True, **options)(function)
+    except RuntimeError:  # neither our folder nor the user's can be written
+        _warn()
+        result = njit(*signature, **options)(function)
     return result
+
+
+@cache
+def _warn() -> None:
+    logger.warning("every start compiles some functions (seconds): give NUMBA_CACHE_DIR a folder that can be written")
 
 
 def _make_folder() -> str:

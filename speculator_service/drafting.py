@@ -37,6 +37,7 @@ class Drafter:
 
     def __init__(self, rows: Rows, num_kept: int, temperature_factor: float) -> None:
         self._rows, self._num_kept, self._factor = rows, num_kept, temperature_factor
+        top_candidates(torch.zeros(1, 1), 1)  # compiled now, not within a round
 
     def draw(
         self,

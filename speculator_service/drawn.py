@@ -23,6 +23,10 @@ class Drawn(NamedTuple):
         q = self.q if self.q is not None else np.empty((len(self.tokens), 0), np.int64)
         return self.tokens, self.candidates, q
 
+    def pick(self, index: NDArray[np.integer]) -> Drawn:
+        """Those at places ``index``."""
+        return Drawn(self.tokens[index], self.candidates[index], None if self.q is None else self.q[index])
+
     def with_candidates(self, index: NDArray[np.integer], candidates: NDArray[np.int64]) -> Drawn:
         """The same, with more ``candidates`` [i, M'] at places ``index`` [i]."""
         wider = np.full((len(self.tokens), candidates.shape[1]), -1, np.int64)

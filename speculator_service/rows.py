@@ -67,7 +67,6 @@ class Rows:
         settling.prepare(state)
         none = np.empty(0, np.int64)
         self.record(none, Drawn(none, np.empty((0, 1), np.int64), None))
-        self.finish_chains(none)
 
     def in_phase(self, phase: int) -> NDArray[np.int64]:
         """Rows in ``phase``."""

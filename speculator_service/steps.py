@@ -146,16 +146,20 @@ class ModelSteps:
         any_wide = np.count_nonzero(state.source[step.slots] >= Source.SUFFIX) > 0
         if not state.any_drawn and not any_wide:
             return self._drafter.take_likeliest(flat, live, plan.num_candidates)
-        line, branch = np.divmod(live, step.live.shape[1])
-        rows, depth, positions = step.slots[line], step.depth.ravel()[live], step.prefix.ravel()[live] + 1
+        # Where most rows are live it is cheaper to draw for all of them than to copy the logits of the live ones.
+        draws_all = 2 * len(live) > step.live.size
+        lines = np.arange(step.live.size) if draws_all else live
+        line, branch = np.divmod(lines, step.live.shape[1])
+        rows, depth, positions = step.slots[line], step.depth.ravel()[lines], step.prefix.ravel()[lines] + 1
         place = np.where(branch == 0, positions - state.committed[rows], depth)
         positions += depth
-        drawn = self._draw(flat, live, rows, positions, place, plan.num_candidates)
-        wide = np.flatnonzero((branch == 0) & (state.source[rows] >= Source.SUFFIX))
-        if len(wide):
-            some = live[wide], rows[wide], positions[wide], place[wide]
-            drawn = drawn.with_candidates(wide, self._draw(flat, *some, state.shape.max_candidates).candidates)
-        return drawn
+        drawn = self._draw(flat, lines, rows, positions, place, plan.num_candidates)
+        if any_wide:
+            wide = np.flatnonzero((branch == 0) & step.live.ravel()[lines] & (state.source[rows] >= Source.SUFFIX))
+            if len(wide):
+                some = lines[wide], rows[wide], positions[wide], place[wide]
+                drawn = drawn.with_candidates(wide, self._draw(flat, *some, state.shape.max_candidates).candidates)
+        return drawn.pick(live) if draws_all else drawn
 
     def _draw(
         self,

@@ -6,17 +6,19 @@ are int64, floats float32.  Compiled when this module is first imported (seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from speculator_service.compiled import compiled_for
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-F = TypeVar("F", bound=Callable[..., None])
+
+_compiled = partial(compiled_for, fastmath={"reassoc", "contract", "arcp", "nsz"})
+"""Sums in any order, but infinities stay what they are."""
 
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 _LOG2_E = np.float32(1.4426950408889634)
@@ -24,12 +26,6 @@ _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # the
 _TAYLOR_2, _TAYLOR_3, _TAYLOR_4, _TAYLOR_5, _TAYLOR_6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _LARGEST_EXPONENT = np.float32(87)
 _MINUS_INFINITY = np.float32(-np.inf)
-
-
-def _compiled(signature: str) -> Callable[[F], F]:
-    """Compile for these types alone: others are an error, not a compilation in the middle of a round."""
-    decorate: Callable[[F], F] = njit(signature, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-    return decorate
 
 
 @_compiled("void(int64[::1], float32[:,::1], float32[:,::1])")

@@ -29,12 +29,13 @@ def top_candidates(logits: torch.Tensor, count: int, rows: NDArray[np.int64] | N
     if logits.device.type == "cpu" and count <= _SCAN_AT_MOST:
         values = logits.float().contiguous().numpy()
         rows = np.arange(len(values)) if rows is None else rows
-        result = np.zeros((len(rows), count), np.int64)
-        _scan(values, rows, result)
-        return result
-    if rows is not None:
-        logits = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
-    return logits.topk(count, dim=-1).indices.to("cpu", torch.int64).numpy()
+        found = np.zeros((len(rows), count), np.int64)
+        _scan(values, rows, found)
+        return found
+    if rows is not None and 2 * len(rows) < len(logits):  # otherwise the copy costs more than it saves
+        logits, rows = logits.index_select(0, torch.from_numpy(rows).to(logits.device)), None
+    result: NDArray[np.int64] = logits.topk(count, dim=-1).indices.to("cpu", torch.int64).numpy()
+    return result if rows is None else result[rows]
 
 
 @compiled

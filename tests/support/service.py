@@ -31,6 +31,7 @@ class ServiceView:
 
     def note_capacity(self) -> None:
         """Remember how many KV cells are free: so many must be free again whenever nothing is open."""
+        self.assert_empty()  # a server's own first request may just have ended
         self._free_cells = self.metric("kv_free_tokens")
 
     def info(self) -> dict[str, Any]:

@@ -274,6 +274,26 @@ def test_q_comes_with_sampled_drafts_and_is_not_posted(pair: Pair) -> None:
     }
 
 
+def test_there_is_no_q_where_nothing_was_sampled(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    assert pair.speculation.speculate(slots(2), [REQUEST])[1] is None, "nobody answered"
+    pair.speculation.outcome(verified(2, 0, 6))
+    publish(speculator, 2, generation, 1, 0, 6, [10, 11, 12])
+    tokens, q = pair.speculation.speculate(slots(2), [REQUEST])
+    assert (tokens.tolist(), q) == ([[10, 11, 12]], None)
+
+
+def test_counters_show_all_rounds_when_a_sequence_ends(pair: Pair) -> None:
+    speculator, generation = start(pair)
+    for round_ in range(3):
+        publish(speculator, 2, generation, round_, 0, 9, [10, 11, 12])
+        pair.speculation.speculate(slots(2), [REQUEST])
+        pair.speculation.outcome(verified(2, 0, 9))
+    pair.speculation.close([2])
+    assert pair.registry.get_sample_value("sglang_ssd:proposals_total", {"kind": "hit"}) == 3
+    assert pair.registry.get_sample_value("sglang_ssd:proposed_tokens_total") == 9
+
+
 def test_padding_has_no_q(pair: Pair) -> None:
     request = FakeRequest("a", [1, 2, 3], sampling_params=SAMPLED)
     speculator, generation = start(pair, request=request)

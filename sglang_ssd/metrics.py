@@ -53,8 +53,9 @@ class VerifierMetrics:
         if not is_attached:
             self._lost.inc()
 
-    def round(self, proposals: Proposals, waited_s: float, deadline_missed: bool) -> None:
-        """Count the speculations of one round; `show` is called in due time."""
+    def round(self, proposals: Proposals, waited_s: float, deadline_missed: bool, num_empty: int = 0) -> None:
+        """Count the speculations of one round, and ``num_empty`` rows without any; `show` is called in due time."""
+        self._new_by_kind[ProposalKind.EMPTY] += num_empty
         self._new_by_kind += np.bincount(proposals.kind, minlength=len(self._new_by_kind))
         self._new_tokens += int(np.add.reduce(proposals.depth))
         self._new_waited += waited_s

@@ -223,14 +223,14 @@ class Speculation:
     def _proposals(self, slots: NDArray[np.int64]) -> Proposals:
         """What the speculator has for ``slots`` [b], as it came; nothing for those that it does not know."""
         channel, is_open = self._channel, self._sessions.is_open[slots]
-        num_open = np.count_nonzero(is_open) if channel is not None else 0
+        num_open = int(np.count_nonzero(is_open)) if channel is not None else 0
         if channel is not None and num_open == len(slots):
-            return self._look_up(channel, slots) or self._nothing(len(slots))
+            return self._look_up(channel, slots, 0) or self._nothing(len(slots))
         proposals = self._nothing(len(slots))
         if channel is None or num_open == 0:
             self._metrics.round(proposals, 0.0, False)
             return proposals
-        found = self._look_up(channel, slots[is_open])
+        found = self._look_up(channel, slots[is_open], len(slots) - num_open)
         if found is None:
             return proposals
         for values, own in zip(proposals[:3], found[:3], strict=True):
@@ -245,8 +245,11 @@ class Speculation:
         tokens = np.zeros((batch_size, self._sessions.lookahead), np.int32)
         return Proposals(np.zeros(batch_size, np.int32), tokens, np.zeros(batch_size, np.int32), None)
 
-    def _look_up(self, channel: VerifierChannel, slots: NDArray[np.int64]) -> Proposals | None:
-        """The speculations of ``slots``, which are open; None if the channel failed."""
+    def _look_up(self, channel: VerifierChannel, slots: NDArray[np.int64], num_others: int) -> Proposals | None:
+        """The speculations of ``slots``, which are open; None if the channel failed.
+
+        ``num_others``: rows of the round that are not open, for the counters.
+        """
         outcomes = self._sessions.outcomes(slots)
         started = time.monotonic()
         num_silent = 0
@@ -265,7 +268,7 @@ class Speculation:
         self._patience_s = min(max(patience, _LEAST_PATIENCE_S), self._deadline_s)
         if num_silent:
             found = found._replace(depth=np.maximum(found.depth, 0))
-        self._metrics.round(found, now - started, num_silent > 0)
+        self._metrics.round(found, now - started, num_silent > 0, num_others)
         return found
 
     def _is_trusted(self, channel: VerifierChannel) -> bool:

@@ -7,6 +7,7 @@ new outcome to the speculator.  There is no draft model and no draft memory in t
 
 from __future__ import annotations
 
+import atexit
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class SSDWorker(BaseSpecWorker):
         self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
         self._speculation: Speculation | None = None  # rank 0 only
         self._trace = open_trace(verifier_config(server_args).trace, f"verifier, rank {self._tp_group.rank_in_group}")
+        atexit.register(self._trace.close)
         sampling.install()
         _widen_rows()
 

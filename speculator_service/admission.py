@@ -112,15 +112,22 @@ class Admission:
         return True
 
     def _grow(self, row: int, need: int) -> bool:
-        for length in (min(need + _RESERVE_AHEAD, self._rows.context_length), need):
-            if self._reserve(row, length):
+        ahead = min(need + _RESERVE_AHEAD, self._rows.context_length)
+        for length, reserve in ((ahead, self._engine.reserve), (need, self._reserve)):
+            if reserve(row, length):
                 self._rows.reserved[row] = length
                 return True
         return False
 
     def _reserve(self, row: int, length: int) -> bool:
-        """As the engine's, at the cost of what ended sequences keep."""
-        while not self._engine.reserve(row, length):
-            if not self._prefixes.reclaim():
-                return False
-        return True
+        """As the engine's, if need be at the cost of what ended sequences keep, but not in vain."""
+        engine = self._engine
+        if engine.reserve(row, length):
+            return True
+        wanted = length + engine.num_branches * engine.lookahead - engine.held_tokens(row)
+        if wanted > engine.free_tokens + self._prefixes.num_kept:
+            return False
+        while self._prefixes.reclaim():
+            if engine.reserve(row, length):
+                return True
+        return False

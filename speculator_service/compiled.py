@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import config, njit
+
+from ssd_proto import records
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ def compiled(function: F) -> F:
     Whoever uses it calls it once with nothing to do when it is made, so that this never happens within a round.
     Indices are not checked: callers pass what is in range.
     """
-    before, config.CACHE_DIR = config.CACHE_DIR, config.CACHE_DIR or _FOLDER
+    before, config.CACHE_DIR = config.CACHE_DIR, _FOLDER
     try:
         return _kept_on_disk(function)
     finally:
@@ -72,12 +75,15 @@ def _warn() -> None:
 def _make_folder() -> str:
     """A folder for these very sources: Numba alone would not notice when a function that another one calls changes.
 
-    Where none can be made Numba takes a folder of the user.
+    It is in `NUMBA_CACHE_DIR`, beside the sources, or in the user's cache.
     """
-    digest = hashlib.sha256(b"".join((_PACKAGE / f"{name}.py").read_bytes() for name in _SOURCES)).hexdigest()
-    folder = _PACKAGE / "__pycache__" / f"compiled-{digest[:16]}"
-    if not folder.exists():
-        for old in folder.parent.glob("compiled-*"):
+    sources = [*(_PACKAGE / f"{name}.py" for name in _SOURCES), Path(records.__file__)]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    ours = _PACKAGE if os.access(_PACKAGE, os.W_OK) else Path.home() / ".cache" / "sglang-ssd"
+    parent = Path(config.CACHE_DIR) if config.CACHE_DIR else ours / "__pycache__"
+    folder = parent / f"compiled-{digest[:16]}"
+    for old in parent.glob("compiled-*"):
+        if old != folder:
             shutil.rmtree(old, ignore_errors=True)
     return str(folder)
 

@@ -45,11 +45,11 @@ class PrefixCache:
         free = self._rows.in_phase(Phase.FREE)
         if not len(free):
             return None
-        common = np.where(self._ended_at[free] > 0, self._common(free, tokens), 0)
-        if common.max() >= _LEAST_COPIED:
-            row = int(free[common.argmax()])
+        row, common = self._most_common(free[self._ended_at[free] > 0], tokens, 0)
+        # Of a text that goes on differently for long, a copy is taken: it may be continued itself.
+        if common >= _LEAST_COPIED and 2 * common >= self._rows.computed[row]:
             self._ended_at[row] = 0
-            return row, int(common.max())
+            return row, common
         row = int(free[self._ended_at[free].argmin()])  # one that keeps nothing, or what was of no use for longest
         self._release(row)
         return row, 0
@@ -71,23 +71,30 @@ class PrefixCache:
         state = self._rows
         tokens, start = state.text[row, : state.committed[row]], int(state.computed[row])
         others = np.flatnonzero((state.phase != Phase.FREE) | (self._ended_at > 0))
-        others = others[(others != row) & (state.computed[others] >= start + _LEAST_COPIED)]
-        if not len(others):
+        other, stop = self._most_common(others[others != row], tokens, start)
+        if stop < start + _LEAST_COPIED or not self._engine.copy_trunk(other, row, start, stop):
             return 0
-        common = self._common(others, tokens)
-        stop = int(common.max())
-        if stop < start + _LEAST_COPIED:
-            return 0
-        self._engine.copy_trunk(int(others[common.argmax()]), row, start, stop)
         state.computed[row] = stop
         return stop - start
 
-    def _common(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] computed positions of ``rows`` [n] that are those of ``tokens`` [L], at most L - 1."""
-        length = len(tokens) - 1
-        differs = self._rows.text[rows, :length] != tokens[:length]
-        common = np.where(differs.any(1), differs.argmax(1) if length else 0, length)
-        return np.minimum(common, self._rows.computed[rows])
+    def _most_common(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], start: int) -> tuple[int, int]:
+        """That of ``rows`` which has most of ``tokens`` [L] computed, and how many, at most L - 1.
+
+        Only rows with at least `_LEAST_COPIED` tokens from ``start`` on; (0, 0) if there is none.
+        """
+        state, length, enough = self._rows, len(tokens) - 1, start + _LEAST_COPIED
+        if length < enough:
+            return 0, 0
+        rows = rows[state.computed[rows] >= enough]
+        rows = rows[(state.text[rows, start:enough] == tokens[start:enough]).all(1)]  # few are compared as a whole
+        best, most = 0, 0
+        for row in rows.tolist():
+            end = min(length, int(state.computed[row]))
+            differs = np.flatnonzero(state.text[row, :end] != tokens[:end])
+            common = int(differs[0]) if len(differs) else end
+            if common > most:
+                best, most = row, common
+        return best, most
 
     def _release(self, row: int) -> None:
         self._ended_at[row] = 0

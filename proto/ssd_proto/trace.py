@@ -7,6 +7,7 @@ are those of the system's monotonic clock, which the processes of one host share
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -18,6 +19,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ssd_proto.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 0.25
 
@@ -63,11 +66,9 @@ class FileTrace:
     """
 
     def __init__(self, path: str | Path, process: str) -> None:
-        try:
-            self._file = _open(Path(path))
-        except OSError as error:
-            raise ConfigError(f"the trace file {str(path)!r} cannot be written ({error.strerror}).") from error
+        self._file = _open(Path(path))
         self._pid = os.getpid()
+        self._is_recording = True
         self._spans: deque[tuple[str, int, int, dict[str, Any]]] = deque()
         self._append([{"name": "process_name", "ph": "M", "pid": self._pid, "args": {"name": process}}])
         self._stop = threading.Event()
@@ -75,7 +76,7 @@ class FileTrace:
         self._thread.start()
 
     def span(self, name: str, **args: Any) -> Span:
-        return _FileSpan(self._spans, name, args)
+        return _FileSpan(self._spans, name, args) if self._is_recording else _NOTHING
 
     def close(self) -> None:
         """Write what is left. May be called twice."""
@@ -92,7 +93,11 @@ class FileTrace:
             with suppress(IndexError):  # other threads append meanwhile
                 while True:
                     events.append(self._event(*self._spans.popleft()))
-            self._append(events)
+            try:
+                self._append(events)
+            except OSError as error:
+                logger.warning("the trace ends: its file cannot be written any more (%s)", error.strerror)
+                self._is_recording, is_last = False, True
 
     def _event(self, name: str, begin: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
         """A complete event; Chrome counts in microseconds."""
@@ -141,7 +146,7 @@ def open_trace(path: str | None, process: str) -> Trace:
 def check_trace(path: str | None) -> None:
     """Raise `ConfigError` if the trace file cannot be written; it exists afterwards."""
     if path is not None:
-        FileTrace(path, "check").close()
+        os.close(_open(Path(path)))
 
 
 def read_trace(path: str | Path) -> list[dict[str, Any]]:
@@ -151,7 +156,17 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _open(path: Path) -> int:
-    """A descriptor that appends to ``path``; whoever makes the file writes its bracket before anybody sees it."""
+    """A descriptor that appends to ``path``. Raises: see `FileTrace`."""
+    try:
+        return _open_or_make(path)
+    except OSError as error:
+        raise ConfigError(f"the trace file {str(path)!r} cannot be written ({error.strerror}).") from error
+
+
+def _open_or_make(path: Path) -> int:
+    """Whoever makes the file writes its bracket before anybody sees it."""
+    if path.exists() and path.stat().st_size == 0:
+        path.unlink()
     if not path.exists():
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:

@@ -57,8 +57,11 @@ class DraftModel(Protocol):
     def held_tokens(self, slot: int) -> int:
         """KV cells that the slot holds, those of its branches included."""
 
-    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> None:
-        """Let positions [start, stop) of the trunk of ``slot``, reserved already, be those of ``source``."""
+    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> bool:
+        """Let positions [start, stop) of the trunk of ``slot``, reserved already, be those of ``source``.
+
+        False, and nothing changed, if KV of this model cannot be copied.
+        """
 
     def extend(self, slot: int, start: int, tokens: NDArray[np.integer]) -> torch.Tensor:
         """Compute trunk positions [start, start + len(tokens)); returns the last position's logits [V].

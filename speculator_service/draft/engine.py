@@ -100,11 +100,14 @@ class DraftEngine:
         """KV cells that the slot holds, those of its branches included."""
         return self._cells.num_held(slot)
 
-    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> None:
-        """Let positions [start, stop) of the trunk of ``slot`` be those of ``source``. Does not wait for the device."""
+    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> bool:
+        """Let positions [start, stop) of the trunk of ``slot`` be those of ``source``. Does not wait for the device.
+
+        False, and nothing changed, if the model's KV is not plain keys and values (MLA, say).
+        """
         if stop > min(self._cells.held_by(source), self._cells.held_by(slot)):
             raise ValueError(f"slots {source}, {slot}: positions [{start}, {stop}) are not reserved")
-        self._runner.copy_cells(self._cells.trunk[source, start:stop], self._cells.trunk[slot, start:stop])
+        return self._runner.copy_cells(self._cells.trunk[source, start:stop], self._cells.trunk[slot, start:stop])
 
     def extend(self, slot: int, start: int, tokens: NDArray[np.integer]) -> torch.Tensor:
         """Compute trunk positions [start, start + len(tokens)); returns the last position's logits [V]."""

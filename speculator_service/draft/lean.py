@@ -157,6 +157,8 @@ def make_lean(
         return None
     if any(tensor.dtype != torch.float32 for tensor in (*model.parameters(), *keys, *values)):
         return None
+    if len(model.model.layers[0].self_attn.rotary_emb.cos_sin_cache) < context_length:
+        return None
     layers = [_layer(layer, keys[i], values[i]) for i, layer in enumerate(model.model.layers)]
     return LeanForward(model, layers, context_length, vocab_size)
 

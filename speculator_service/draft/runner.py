@@ -82,11 +82,14 @@ class DraftRunner:
         return [*pool.k_buffer, *pool.v_buffer]
 
     @torch.inference_mode()
-    def copy_cells(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
-        """Copy keys and values of cells [n] to other cells [n], in every layer."""
+    def copy_cells(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> bool:
+        """Copy keys and values of cells [n] to other cells [n], in every layer; False if there is more than these."""
+        if type(self._runner.token_to_kv_pool) is not MHATokenToKVPool:
+            return False
         from_cells, to_cells = upload(self.device, source, target)
         for buffer in self.kv_buffers():
             buffer.index_copy_(0, to_cells, buffer.index_select(0, from_cells))
+        return True
 
     @torch.inference_mode()
     def extend(

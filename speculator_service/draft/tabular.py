@@ -107,11 +107,12 @@ class TabularDraft:
         held = int(self._held[slot])
         return held + self._branch_cells if held >= 0 else 0
 
-    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> None:
+    def copy_trunk(self, source: int, slot: int, start: int, stop: int) -> bool:
         """Let positions [start, stop) of the trunk of ``slot`` be those of ``source``."""
         self._check_held(np.array([source, slot]), np.array([stop, stop]))
         for cells in (self._trunk_token, self._trunk_hash):
             cells[slot, start + 1 : stop + 1] = cells[source, start + 1 : stop + 1]
+        return True
 
     def extend(self, slot: int, start: int, tokens: NDArray[np.integer]) -> torch.Tensor:
         """Compute trunk positions [start, start + len(tokens)); returns the last position's logits [V]."""

@@ -75,6 +75,52 @@ def test_a_wide_row_is_given_to_who_begins_like_it() -> None:
     assert (computed, shared) == (2, len(SYSTEM) + len(other))
 
 
+def test_a_long_text_is_not_given_up_for_a_short_common_beginning() -> None:
+    """The new sequence takes an empty row and copies; the conversation can still go on."""
+    loop = Loop.build()
+    verifier = loop.connect()
+    verifier.open(0, SYSTEM, 4)
+    run(loop, verifier, 0)
+    verifier.open(1, [*SYSTEM[:20], 1, 2, 3], 4)
+    loop.settle()
+    assert prefilled(loop) == (len(SYSTEM) + 3, 20)
+    verifier.open(2, [*SYSTEM, 1], 4)
+    loop.settle()
+    assert prefilled(loop) == (len(SYSTEM) + 4, 20 + len(SYSTEM))
+
+
+def test_without_copies_only_rows_are_reused() -> None:
+    """Some models keep more than keys and values."""
+    loop = Loop.build()
+    loop.draft.copy_trunk = lambda *_: False  # type: ignore[method-assign]
+    verifier = loop.connect()
+    for slot in range(3):
+        verifier.open(slot, [*SYSTEM, slot], 8)
+    loop.settle()
+    assert prefilled(loop)[1] == 0
+    run(loop, verifier, 0)
+    verifier.open(0, [*SYSTEM, 0], 8)
+    loop.settle()
+    assert prefilled(loop)[1] == len(SYSTEM)
+    for slot in range(3):
+        run(loop, verifier, slot)
+
+
+def test_what_can_never_fit_empties_no_cache() -> None:
+    loop = Loop.build(max_total_tokens=128 + 15 * 4, context=128)
+    verifier = loop.connect()
+    verifier.unserved_allowed = True
+    verifier.open(0, SYSTEM[:60], 4)
+    run(loop, verifier, 0)
+    verifier.open(1, loop.prompt(20, 21), 4)
+    loop.settle()
+    kept = loop.speculator._prefixes.num_kept
+    verifier.open(2, loop.prompt(110, 111), 4)  # with the branches of both there is no room
+    loop.settle()
+    assert loop.speculator.num_waiting == 1
+    assert loop.speculator._prefixes.num_kept == kept
+
+
 @pytest.mark.parametrize("common", [0, 3, 15])
 def test_a_short_common_beginning_is_computed_anew(common: int) -> None:
     loop = Loop.build()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -69,6 +71,32 @@ def test_file_grows_while_the_trace_is_open(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     trace.close()
+
+
+def test_full_disk_ends_the_trace_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = FileTrace(tmp_path / "trace.json", "verifier")
+
+    def write(*_: object) -> Never:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ssd_proto.trace.os.write", write)
+    with trace.span("round"):
+        pass
+    trace._thread.join(10)
+    monkeypatch.undo()
+    with trace.span("later"):
+        pass
+    trace.close()
+    assert "No space left" in caplog.text
+    assert not trace._spans
+
+
+def test_an_empty_file_becomes_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").touch()
+    check_trace(str(tmp_path / "trace.json"))
+    assert read_trace(tmp_path / "trace.json") == []
 
 
 def test_off_keeps_nothing(tmp_path: Path) -> None:

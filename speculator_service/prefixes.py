@@ -51,7 +51,7 @@ class PrefixCache:
             self._ended_at[row] = 0
             return row, common
         row = int(free[self._ended_at[free].argmin()])  # one that keeps nothing, or what was of no use for longest
-        self._release(row)
+        self.forget(row)
         return row, 0
 
     def reclaim(self) -> bool:
@@ -59,12 +59,13 @@ class PrefixCache:
         rows = np.flatnonzero(self._ended_at)
         if not len(rows):
             return False
-        self._release(int(rows[self._ended_at[rows].argmin()]))
+        self.forget(int(rows[self._ended_at[rows].argmin()]))
         return True
 
     def forget(self, row: int) -> None:
         """Give back the cells of ``row``."""
-        self._release(row)
+        self._ended_at[row] = 0
+        self._engine.release(row)
 
     def borrow(self, row: int) -> int:
         """Copy what another row has computed of the prompt of ``row``; returns the number of positions copied."""
@@ -95,7 +96,3 @@ class PrefixCache:
             if common > most:
                 best, most = row, common
         return best, most
-
-    def _release(self, row: int) -> None:
-        self._ended_at[row] = 0
-        self._engine.release(row)

@@ -12,7 +12,8 @@ and one thread in every mode but ar-N-threads, everything else has the other cor
   ngram            SGLang's speculation without a model
   ssd              this project; ssd-no-table prepares nothing (drafts just in time), ssd-auto-fan-out plans the
                    fan-out, ssd-primary, ssd-suffix and ssd-empty have one backup, ssd-shared-noise draws drafts with
-                   the target's noise
+                   the target's noise, ssd-no-lean computes the draft through SGLang's model, and ssd-no-service
+                   waits in vain for its service
 
 Exit status: 0; 2 for wrong input; 1 if a server failed, or if SSD's greedy tokens in float32 are not those of ar.
 """
@@ -29,7 +30,7 @@ from pathlib import Path
 from benchmark import files, tables
 from benchmark.measurement import Measurements, leave_first_core, measure_all
 from benchmark.modes import Mode
-from benchmark.prompts import read_prompts
+from benchmark.prompts import as_messages, read_prompts
 from benchmark.rows import PLAIN, Row, make_rows
 from benchmark.servers import servers
 from benchmark.settings import Cell, Settings, make_settings, parse_arguments
@@ -105,6 +106,8 @@ def main() -> int:
     try:
         settings = make_settings(arguments)
         prompts = read_prompts(arguments.prompts, max(settings.num_prompts, settings.max_batch_size))
+        if arguments.chat:
+            prompts = as_messages(prompts, settings.model_path)
         files.check_places(arguments.output, arguments.json)
         measured = run(prompts, settings)
         rows = make_rows(settings.modes, measured, settings.cells)

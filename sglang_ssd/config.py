@@ -33,6 +33,7 @@ SERVICE_OPTIONS = frozenset(
         "fan_out_after_miss",
         "http_host",
         "http_port",
+        "lean",
         "log_level",
         "max_sequences",
         "max_total_tokens",
@@ -40,6 +41,7 @@ SERVICE_OPTIONS = frozenset(
         "prefill_chunk",
         "spin_us",
         "threads",
+        "token_map",
         "trust_remote_code",
     }
 )

@@ -152,6 +152,7 @@ def _service_options(server_args: ServerArgs) -> list[str] | None:
     options = {
         "model_path": server_args.speculative_draft_model_path,
         "revision": server_args.speculative_draft_model_revision,
+        "token_map": cfg.speculative_token_map,
         "lookahead": cfg.speculative_num_steps,
         "num_kept": config.num_kept,
         "max_sequences": cfg.max_running_requests,

@@ -45,6 +45,11 @@ class SpeculatorConfig:
     data_endpoint: str | None = _option(
         None, "where verifiers without shared memory send outcomes; default: any free port beside --endpoint"
     )
+    token_map: str | None = _option(
+        None,
+        "file with the tokens that may be drafted, a list of ids saved by torch.save, or OWNER/NAME/FILE on the hub: "
+        "less work for the output layer of a small draft on a CPU; default: all tokens",
+    )
     device: str = _option("cpu", "device of the draft model: cpu, cuda or cuda:N; it must not be the target's")
     dtype: str = _option("auto", "auto (float32 on a CPU, else the model's own), float32, float16 or bfloat16")
     attention_backend: str | None = _option(
@@ -91,6 +96,9 @@ class SpeculatorConfig:
     max_total_tokens: int | None = _option(None, "KV cells in all; default: enough for max_sequences of 4096 tokens")
     prefill_chunk: int = _option(256, "prompt tokens computed at a time; waiting sequences are served in between")
     spin_us: int = _option(200, "microseconds of polling before the service sleeps when it has nothing to do")
+    lean: bool = _option(
+        True, "on a CPU, compute draft models of Llama's kind by a short forward; --no-lean: all through SGLang's model"
+    )
     threads: int | None = _option(None, "CPU threads of the draft model; default: OMP_NUM_THREADS, else 1")
     http_host: str = _option("127.0.0.1", "address of /health, /info and /metrics")
     http_port: int = _option(5758, f"port of these; 0: any free one, {NO_HTTP}: none")
@@ -154,6 +162,8 @@ class SpeculatorConfig:
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
             num_threads=self.threads,
+            token_map=self.token_map,
+            lean=self.lean,
         ).resolved()
 
     def data_address(self) -> str:

@@ -33,10 +33,13 @@ class Drafter:
     Args:
         num_kept: m, probabilities kept of a sampled token's distribution; 0: nothing is sampled.
         temperature_factor: the draft's temperature over the request's.
+        token_map: [V'] token of each column of the logits; None: columns are tokens.
     """
 
-    def __init__(self, rows: Rows, num_kept: int, temperature_factor: float) -> None:
-        self._rows, self._num_kept, self._factor = rows, num_kept, temperature_factor
+    def __init__(
+        self, rows: Rows, num_kept: int, temperature_factor: float, token_map: NDArray[np.int64] | None = None
+    ) -> None:
+        self._rows, self._num_kept, self._factor, self._token_map = rows, num_kept, temperature_factor, token_map
         top_candidates(torch.zeros(1, 1), 1)  # compiled now, not within a round
 
     def draw(
@@ -72,8 +75,12 @@ class Drafter:
 
     def take_likeliest(self, logits: torch.Tensor, lines: NDArray[np.int64] | None, num_candidates: int) -> Drawn:
         """`draw` for rows without temperature."""
-        candidates = top_candidates(logits, num_candidates, lines)
+        candidates = self._tokens(top_candidates(logits, num_candidates, lines))
         return Drawn(candidates[:, 0].copy(), candidates, None)
+
+    def _tokens(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of columns of the logits, of any shape."""
+        return columns if self._token_map is None else self._token_map[columns]
 
     def _drawn_among(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Places of ``rows`` that have a temperature."""
@@ -107,7 +114,7 @@ class Drafter:
             top_p=_unless(1, state.top_p[rows], device),
             min_p=_unless(0, state.min_p[rows], device),
         )
-        ids = found.ids.to("cpu", torch.int64).numpy()
+        ids = self._tokens(found.ids.to("cpu", torch.int64).numpy())
         candidates = _padded(ids[:, :num_candidates], num_candidates)
         probs = found.probs.to("cpu")
         uniforms = torch.from_numpy(seeded_uniforms(state.seed[rows], positions, _DRAFT_STREAM))

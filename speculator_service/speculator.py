@@ -81,7 +81,7 @@ class Speculator:
         self._outcomes = Outcomes(
             engine, self._rows, planner, self._publisher, self._admission, self.statistics, prefill_chunk, clock
         )
-        drafter = Drafter(self._rows, num_kept, temperature_factor)
+        drafter = Drafter(self._rows, num_kept, temperature_factor, engine.token_map)
         self._steps = ModelSteps(
             engine, self._rows, planner, drafter, self._publisher, self.statistics, prefill_chunk, trace, self._prefixes
         )

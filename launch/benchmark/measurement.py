@@ -91,13 +91,13 @@ def measure_all(
 def _measure(server: Server, cell: Cell, prompts: Sequence[str], settings: Settings, into: Measurements) -> None:
     with server.awake():
         _warm_up(server, prompts[0], cell)
-        counted = read_samples(server.metrics_port) if server.mode.is_ssd else {}
+        counted = read_samples(server.metrics_port) if server.mode.has_service else {}
         used, began = usage(server.leader), time.perf_counter()
         answers, seconds = complete_all(
             server.port, prompts, cell.batch_size, settings.max_new_tokens, cell.temperature
         )
         after, elapsed = usage(server.leader), time.perf_counter() - began
-        service = counts_between(counted, read_samples(server.metrics_port)) if server.mode.is_ssd else None
+        service = counts_between(counted, read_samples(server.metrics_port)) if server.mode.has_service else None
     into.placements = placements(server.leader, used, after, elapsed)
     memory = memory_bytes(server.leader)
     run = Run(seconds, tuple(answers), after.seconds_since(used), memory, service)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ssd_proto.errors import ConfigError
@@ -19,6 +19,8 @@ SSD_OPTIONS: dict[str, dict[str, Any]] = {
     "ssd-suffix": {"service": {"backup": "suffix"}},
     "ssd-empty": {"service": {"backup": "empty"}},
     "ssd-shared-noise": {"verification": "shared_noise"},
+    "ssd-no-lean": {"service": {"lean": False}},
+    "ssd-no-service": {"endpoint": "ipc://@sglang-ssd-nobody-is-here", "connect_timeout_s": 0},
 }
 """Modes of SSD, and the options of the verifier and its service in which they differ from the plain one."""
 
@@ -46,13 +48,18 @@ class Mode(NamedTuple):
 
     @property
     def is_ssd(self) -> bool:
-        """Whether there is a speculator service."""
+        """Whether the server runs the plugin."""
         return self.kind in SSD_OPTIONS
+
+    @property
+    def has_service(self) -> bool:
+        """Whether there is a speculator service, too."""
+        return self.is_ssd and "endpoint" not in SSD_OPTIONS[self.kind]
 
     @property
     def num_devices(self) -> int:
         """Devices it computes on; on a CPU a core is a device."""
-        return self.num_threads + int(self.is_ssd)
+        return self.num_threads + int(self.has_service)
 
 
 def parse_mode(text: str, num_steps: int) -> Mode:
@@ -120,8 +127,14 @@ def parse_fan_out(text: str) -> int | list[int] | str:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def speculation_flags(mode: Mode, draft: str, fan_out: int | list[int] | str, http_port: int) -> list[str]:
-    """Flags of the server for the mode; the embedded service shows its metrics at ``http_port``."""
+def speculation_flags(mode: Mode, draft: str, service: Mapping[str, Any], http_port: int) -> list[str]:
+    """Flags of the server for the mode.
+
+    Args:
+        draft: model path.
+        service: options of an embedded service, where the mode has none of the same name.
+        http_port: where it shows its metrics.
+    """
     steps = ["--speculative-num-steps", str(mode.lookahead)]
     width = ["--speculative-num-draft-tokens", str(mode.lookahead + 1)]
     if mode.kind == "standalone":
@@ -130,11 +143,13 @@ def speculation_flags(mode: Mode, draft: str, fan_out: int | list[int] | str, ht
     if mode.kind == "ngram":
         return ["--speculative-algorithm", "NGRAM", *width]
     if mode.is_ssd:
-        options = dict(SSD_OPTIONS[mode.kind])
-        service = {"fan_out": fan_out, "http_port": http_port, **options.pop("service", {})}
-        config = json.dumps({"deadline_ms": _DEADLINE_MS, "service": service, **options})
-        flags = ["--speculative-algorithm", "SSD", "--speculative-ssd-config", config]
-        return [*flags, *steps, "--speculative-draft-model-path", draft]
+        options = {"deadline_ms": _DEADLINE_MS, **SSD_OPTIONS[mode.kind]}
+        embedded = []
+        if mode.has_service:
+            options["service"] = {**service, "http_port": http_port, **options.get("service", {})}
+            embedded = ["--speculative-draft-model-path", draft]
+        flags = ["--speculative-algorithm", "SSD", "--speculative-ssd-config", json.dumps(options)]
+        return [*flags, *steps, *embedded]
     return []
 
 

@@ -32,6 +32,25 @@ def read_prompts(sources: Sequence[str], count: int) -> list[str]:
     return [mixed[number % len(mixed)] for number in range(count)]
 
 
+def as_messages(prompts: Sequence[str], model_path: str) -> list[str]:
+    """Each prompt as a user's message in the model's chat template, as text.
+
+    Raises:
+        ConfigError: the model has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in messages]
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"The model {model_path} has no chat template ({reason}): leave out --chat, or name a chat model."
+        ) from error
+
+
 def _read(source: str, count: int) -> list[str]:
     if source.startswith(_HUB):
         name, _, column = source.removeprefix(_HUB).partition(":")

@@ -101,7 +101,7 @@ def _command(mode: Mode, settings: Settings, port: int, metrics_port: int) -> li
     command += ["--max-total-tokens", str(settings.max_total_tokens)]
     command += ["--max-running-requests", str(settings.max_batch_size)]
     command += attention_flags(mode, settings.attention_backend)
-    return [*command, *speculation_flags(mode, settings.draft_model_path, settings.fan_out, metrics_port)]
+    return [*command, *speculation_flags(mode, settings.draft_model_path, settings.service, metrics_port)]
 
 
 def _check_memory(mode: Mode, available: int, needed: int, num_started: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from chat.pair import Pair, chat_pair
+from children import say
 
 from benchmark.modes import MAX_STEPS, NAMES, Mode, default_modes, parse_fan_out, parse_modes
 from ssd_proto.errors import ConfigError
@@ -36,7 +39,8 @@ class Settings:
     max_new_tokens: int
     repeats: int
     latency_repeats: int
-    fan_out: int | list[int] | str
+    service: Mapping[str, Any]
+    """Options of every embedded service."""
     model_path: str
     draft_model_path: str
     device: str
@@ -80,8 +84,11 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     add("--latency-repeats", type=int, default=1, help="streaming runs of each mode, after these (%(default)s)")
     add("--num-steps", type=int, default=4, help="K of modes without @K (%(default)s)")
     add("--fan-out", default="3", help="of the speculator service (%(default)s)")
-    add("--model-path", default=str(MODELS / "tiny-target"), help="target")
-    add("--draft-model-path", default=str(MODELS / "tiny-draft"), help="draft")
+    add("--model-path", help="target (default: tests/models/tiny-target)")
+    add("--draft-model-path", help="draft (default: tests/models/tiny-draft)")
+    add("--token-map", metavar="FILE", help="tokens that SSD's draft may propose (default: all)")
+    add("--chat", action="store_true", help="prompts are a user's messages in the chat template of the target; without "
+        "--model-path and --draft-model-path the models are the pair of launch/quickstart --chat")  # fmt: skip
     add("--device", default="cpu", help="of the target (%(default)s)")
     add("--dtype", default="float32", help="of both models (%(default)s)")
     add("--attention-backend", help="of the target in every mode but ar-torch-native; default: the fastest one, "
@@ -100,9 +107,10 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
     """
     cores = tuple(sorted(os.sched_getaffinity(0)))
     _check_numbers(arguments)
-    for path in (arguments.model_path, arguments.draft_model_path):
-        if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-            raise ConfigError(f"There is no model in {path}: name a folder, or a model of the Hugging Face hub.")
+    pair = _pair(arguments)
+    service: dict[str, Any] = {"fan_out": parse_fan_out(arguments.fan_out)}
+    if pair.token_map is not None:
+        service["token_map"] = pair.token_map
     names = arguments.modes or default_modes(len(cores), arguments.device)
     return Settings(
         modes=parse_modes(names, arguments.num_steps, len(cores), arguments.device),
@@ -111,15 +119,30 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         max_new_tokens=arguments.max_new_tokens,
         repeats=arguments.repeats,
         latency_repeats=arguments.latency_repeats,
-        fan_out=parse_fan_out(arguments.fan_out),
-        model_path=arguments.model_path,
-        draft_model_path=arguments.draft_model_path,
+        service=service,
+        model_path=pair.target,
+        draft_model_path=pair.draft,
         device=arguments.device,
         dtype=arguments.dtype,
         attention_backend=arguments.attention_backend,
         max_total_tokens=arguments.max_total_tokens,
         cores=cores,
     )
+
+
+def _pair(arguments: argparse.Namespace) -> Pair:
+    """Models and token map that are named, or those that are meant."""
+    target, draft = arguments.model_path, arguments.draft_model_path
+    if arguments.chat and not target and not draft:
+        pair = chat_pair(say)
+        return pair._replace(token_map=arguments.token_map or pair.token_map)
+    if arguments.chat and not (target and draft):
+        raise ConfigError("With --chat give both --model-path and --draft-model-path, or neither of them.")
+    pair = Pair(target or str(MODELS / "tiny-target"), draft or str(MODELS / "tiny-draft"), arguments.token_map)
+    for path in (pair.target, pair.draft):
+        if path.startswith((".", "/", "~")) and not Path(path).is_dir():
+            raise ConfigError(f"There is no model in {path}: name a folder, or a model of the Hugging Face hub.")
+    return pair
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

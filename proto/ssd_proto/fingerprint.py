@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssd_proto.errors import ConfigError
 from ssd_proto.messages import ModelFingerprint
-from ssd_proto.model_checks import read_model_config
+from ssd_proto.model_checks import model_vocab_size, read_model_config
 
 
 @lru_cache
@@ -19,14 +19,9 @@ def fingerprint(model_path: str, revision: str | None = None, trust_remote_code:
     Raises `ConfigError` if there is no such model or its configuration cannot be read.
     """
     config = read_model_config(model_path, revision)
-    text = config.get("text_config") or config
-    vocab_size = text.get("vocab_size") or config.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        raise ConfigError(f"the model at {model_path!r} states no vocab_size in its config.json; give a language model")
     architecture = (config.get("architectures") or ["unknown"])[0]
-    return ModelFingerprint(
-        model_path, architecture, vocab_size, _tokenizer_digest(model_path, revision, trust_remote_code)
-    )
+    tokenizer = _tokenizer_digest(model_path, revision, trust_remote_code)
+    return ModelFingerprint(model_path, architecture, model_vocab_size(config), tokenizer)
 
 
 def mismatch(target: ModelFingerprint, draft: ModelFingerprint) -> str | None:

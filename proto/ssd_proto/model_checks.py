@@ -148,6 +148,18 @@ def check_context_length(config: Mapping[str, Any], context_length: int | None) 
     return context_length
 
 
+def model_vocab_size(config: Mapping[str, Any]) -> int:
+    """V.
+
+    Raises:
+        ConfigError: the configuration does not say.
+    """
+    vocab_size = _text_config(config).get("vocab_size") or config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ConfigError("The model states no vocab_size in its config.json; give a language model.")
+    return vocab_size
+
+
 def model_context_length(config: Mapping[str, Any]) -> int:
     """Positions that the model was made for, by the same rule as SGLang."""
     text = _text_config(config)

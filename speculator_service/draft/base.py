@@ -39,6 +39,8 @@ class DraftModel(Protocol):
     """A draft model over ``max_slots`` slots of at most ``context_length`` positions."""
 
     vocab_size: int
+    token_map: NDArray[np.int64] | None
+    """[V'] the token of each column of the logits, which are V' wide; None: columns are tokens."""
     max_slots: int
     num_branches: int
     """G - 1: branches of each slot."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from speculator_service.draft.token_map import read_token_map
 from ssd_proto.errors import ConfigError
-from ssd_proto.model_checks import check_context_length, check_model_config, read_model_config
+from ssd_proto.model_checks import check_context_length, check_model_config, model_vocab_size, read_model_config
 
 MAX_ROWS = 8192
 """Rows of one step, that is ``max_slots * (1 + num_branches)``; each costs one row of SGLang's block table."""
@@ -38,6 +41,8 @@ class DraftConfig:
     trust_remote_code: bool = False
     lean: bool = True
     """On CPU, use the short forward of ``lean.py`` where it knows the model."""
+    token_map: str | None = None
+    """File with the tokens that may be drafted (`read_token_map`); None: all. CPU only."""
     num_threads: int | None = None
     """CPU threads; default: OMP_NUM_THREADS, else 1."""
 
@@ -73,6 +78,8 @@ class DraftConfig:
                 f"max_total_tokens is {total}, but one sequence with its branches needs {least}; "
                 f"choose at least {least} (for all slots: {self.max_slots * least})."
             )
+        if self.token_map is not None:
+            self._check_token_map(self.token_map, model)
         backend = self.attention_backend or ("shared_trunk" if self.device_type == "cpu" else "triton")
         if backend == "shared_trunk" and self.device_type != "cpu":
             raise ConfigError("The attention backend shared_trunk is for CPU only; use triton, fa3 or flashinfer.")
@@ -80,6 +87,16 @@ class DraftConfig:
         return replace(
             self, context_length=context, max_total_tokens=total, attention_backend=backend, num_threads=threads
         )
+
+    @property
+    def least_logits(self) -> int:
+        """Columns of the logits that are needed: a slot may prepare so many bonus tokens at one place."""
+        return self.num_branches + 2
+
+    def _check_token_map(self, path: str, model: Mapping[str, Any]) -> None:
+        if self.device_type != "cpu":
+            raise ConfigError("A token map is for drafts on a CPU only; leave it out with --device cuda.")
+        read_token_map(path, model_vocab_size(model), self.least_logits)
 
     def _check_ranges(self) -> None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:

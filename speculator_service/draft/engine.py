@@ -65,7 +65,7 @@ class DraftEngine:
 
     def __init__(self, runner: DraftRunner, config: DraftConfig) -> None:
         assert config.context_length is not None, "the configuration is not resolved"
-        self.vocab_size = runner.vocab_size
+        self.vocab_size, self.token_map = runner.vocab_size, runner.token_map
         self.max_slots = config.max_slots
         self.num_branches = config.num_branches
         self.lookahead = config.lookahead

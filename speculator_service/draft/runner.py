@@ -38,6 +38,7 @@ from speculator_service.draft.cells import CellTable
 from speculator_service.draft.config import DraftConfig
 from speculator_service.draft.lean import LeanForward, agrees, make_lean
 from speculator_service.draft.sglang_arguments import server_arguments
+from speculator_service.draft.token_map import read_token_map
 from speculator_service.draft.trunk_attention import AttentionPlan, attend, plan_extend
 from ssd_proto.errors import ConfigError
 
@@ -48,12 +49,14 @@ class DraftRunner:
     """One model with its KV cells and block table; made by :func:`load_runner`.
 
     ``device``: where token ids and cells are expected and logits are returned.
+    ``token_map``: [V'] the token of each column of the logits; None: columns are tokens.
     """
 
     def __init__(self, runner: ModelRunner, planned: PlannedAttention | None) -> None:
         self._runner = runner
         self._planned = planned
         self._lean: LeanForward | None = None
+        self.token_map: NDArray[np.int64] | None = None
         self.device = torch.device(runner.device if runner.device == "cpu" else f"{runner.device}:{runner.gpu_id}")
         self.vocab_size = int(runner.model_config.vocab_size)
 
@@ -150,6 +153,12 @@ class DraftRunner:
         batch = self._batch(ForwardMode.DECODE, tokens, plan.positions, plan.written, rows, lengths, lengths)
         return self._forward(batch, plan)
 
+    def narrow(self, token_map: NDArray[np.int64]) -> None:
+        """Compute the logits of these tokens [V'] only, in their order. Before any other use, and on a CPU."""
+        model = self._runner.model
+        model.lm_head = _NarrowHead(model.lm_head.weight.detach()[torch.from_numpy(token_map)])
+        self.token_map = token_map
+
     def try_lean(self, context_length: int) -> None:
         """Use the short forward from now on, if it knows the model and computes what the model computes.
 
@@ -157,7 +166,8 @@ class DraftRunner:
         """
         runner, count = self._runner, min(4, context_length)
         pool = runner.token_to_kv_pool
-        lean = make_lean(runner.model, pool.k_buffer, pool.v_buffer, context_length, self.vocab_size)
+        num_logits = self.vocab_size if self.token_map is None else len(self.token_map)
+        lean = make_lean(runner.model, pool.k_buffer, pool.v_buffer, context_length, num_logits)
         if lean is None:
             return
         cells = CellTable(np.arange(1, count + 1), 1, 0, 1, count)
@@ -217,6 +227,15 @@ class DraftRunner:
                 output = runner.model.forward(batch.input_ids, batch.positions, batch)
         logits: torch.Tensor = output.next_token_logits
         return logits
+
+
+class _NarrowHead(torch.nn.Module):
+    """An output layer of some tokens. SGLang's logits are the product with its weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """``weight``: [V', H]"""
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 class PlannedAttention(AttentionBackend):
@@ -293,6 +312,8 @@ def load_runner(config: DraftConfig) -> DraftRunner:
     if config.attention_backend != "shared_trunk":
         return DraftRunner(runner, None)
     draft = DraftRunner(runner, _install_planned(runner))
+    if config.token_map is not None:
+        draft.narrow(read_token_map(config.token_map, draft.vocab_size, config.least_logits))
     if config.lean:
         draft.try_lean(model_config.context_len)
     return draft

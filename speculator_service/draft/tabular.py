@@ -35,6 +35,7 @@ class TabularDraft:
         seed: two models with the same seed are the same model.
         order: logits depend on this many last tokens; None: on all of them (the strictest check).
         max_total_tokens: KV cells in all; default: enough for every slot.
+        token_map: as in :class:`DraftModel`; the oracle's logits are always those of all tokens.
     """
 
     def __init__(
@@ -48,14 +49,17 @@ class TabularDraft:
         seed: int = 0,
         order: int | None = None,
         max_total_tokens: int | None = None,
+        token_map: Sequence[int] | None = None,
     ) -> None:
         if min(max_slots, lookahead, context_length, vocab_size) < 1 or num_branches < 0:
             raise ConfigError("max_slots, lookahead, context_length and vocab_size must be at least 1.")
         self.max_slots, self.num_branches, self.lookahead = max_slots, num_branches, lookahead
         self.context_length, self.vocab_size = context_length, vocab_size
+        self.token_map = None if token_map is None else np.array(token_map, np.int64)
         self._order = order
         generator = torch.Generator().manual_seed(seed)
         self._table = torch.randn(_NUM_STATES, vocab_size, generator=generator) * 2.0
+        self._columns = self._table if token_map is None else self._table[:, torch.from_numpy(self.token_map)]
         self._branch_cells = num_branches * lookahead
         self._capacity = max_total_tokens or max_slots * (context_length + self._branch_cells)
         self._held = np.full(max_slots, -1, np.int64)  # trunk cells; -1: the slot is empty
@@ -135,7 +139,7 @@ class TabularDraft:
         b, width = step.tokens.shape
         if width > self.num_branches + 1:
             raise ValueError(f"{width} rows in a step, at most {self.num_branches + 1} were asked for")
-        out = torch.zeros(b, width, self.vocab_size)
+        out = torch.zeros(b, width, self._columns.shape[1])
         i = np.nonzero(step.live[:, 0])[0]
         if len(i):
             out[i, 0] = self.extend_one(step.slots[i], step.prefix[i, 0], step.tokens[i, 0])
@@ -240,7 +244,7 @@ class TabularDraft:
             raise ValueError("token id outside the vocabulary")
 
     def _logits(self, windows: NDArray[np.uint64]) -> torch.Tensor:
-        return self._table[torch.from_numpy((windows % np.uint64(_NUM_STATES)).astype(np.int64))]
+        return self._columns[torch.from_numpy((windows % np.uint64(_NUM_STATES)).astype(np.int64))]
 
 
 def _chain(before: NDArray[np.uint64], token: NDArray[np.int64]) -> NDArray[np.uint64]:

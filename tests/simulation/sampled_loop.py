@@ -46,6 +46,7 @@ class SampledLoop:
     drop_probability: float = 0.0
     disagreement: float = 0.5
     settings: dict[str, Any] | None = None
+    token_map: tuple[int, ...] | None = None
     seed: int = 0
     ignore_q: bool = False
     """A wrong verifier, for tests that must fail: takes sampled drafts by the ratio rule with q = p."""
@@ -54,7 +55,14 @@ class SampledLoop:
         options = {"fan_out": 1, "backup": "primary", "adapt_depth": False, **(self.settings or {})}
         planner = Planner(PlannerSettings(**options), self.lookahead, VOCAB)
         self.draft = TabularDraft(
-            self.batch, planner.num_outcomes, self.lookahead, 64, vocab_size=VOCAB, seed=self.seed, order=1
+            self.batch,
+            planner.num_outcomes,
+            self.lookahead,
+            64,
+            vocab_size=VOCAB,
+            seed=self.seed,
+            order=1,
+            token_map=self.token_map,
         )
         other = TabularDraft(1, 0, 1, 1, vocab_size=VOCAB, seed=self.seed + 50, order=1)
         tokens = range(VOCAB)

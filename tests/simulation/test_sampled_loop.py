@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampled_loop import SampledLoop
+from sampled_loop import VOCAB, SampledLoop
 
 from ssd_proto.records import ProposalKind, Sampling
 from tests.statistical.chi_square import chi_square_deviation
@@ -45,8 +45,17 @@ def test_fast_backups(backup: str) -> None:
         {"num_kept": 0},
         {"settings": {"fan_out": "auto", "downweight": "auto", "backup": "auto", "adapt_depth": True}},
         {"settings": {"fan_out": (0, 0, 0, 3)}},
+        {"token_map": (4, 1, 3)},
     ],
-    ids=["batch of one", "truncated q", "lost proposals", "greedy drafts", "everything automatic", "all accepted only"],
+    ids=[
+        "batch of one",
+        "truncated q",
+        "lost proposals",
+        "greedy drafts",
+        "everything automatic",
+        "all accepted only",
+        "token map",
+    ],
 )
 def test_other_conditions(options: dict[str, Any]) -> None:
     loop = SampledLoop(**options, seed=7)
@@ -62,6 +71,12 @@ def test_shared_noise() -> None:
 def test_a_verifier_that_mistakes_q_is_found_out() -> None:
     loop = SampledLoop(ignore_q=True)
     assert deviation(loop) > 3 * LIMIT
+
+
+def test_a_token_map_that_reorders_the_tokens_changes_nothing() -> None:
+    plain, mapped = (SampledLoop(token_map=order, batch=4, seed=5) for order in (None, tuple(reversed(range(VOCAB)))))
+    assert np.abs(plain.counts(400, LENGTH) - mapped.counts(400, LENGTH)).sum() == 0
+    assert plain.accepted == mapped.accepted > 0
 
 
 def test_a_speculation_does_not_hang_on_when_it_is_drafted() -> None:

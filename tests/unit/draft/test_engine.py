@@ -9,7 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import draft_hf_cases
+import numpy as np
 import pytest
+import torch
 
 from speculator_service.draft.config import DraftConfig
 from speculator_service.draft.engine import load_engine
@@ -83,3 +85,24 @@ def test_equals_hugging_face(
     assert compared > 300
     assert worst <= draft_hf_cases.TOLERANCE
     assert spread > 0.5, "the reference's logits hardly differ: the comparison shows nothing"
+
+
+def last_logits(path: str, token_map: str | None, lean: bool) -> list[float]:
+    """In a process of its own: logits after three tokens, once as a prompt and once as a step."""
+    config = DraftConfig(path, max_slots=1, num_branches=4, lookahead=2, token_map=token_map, lean=lean)
+    engine = load_engine(config)
+    assert engine.reserve(0, 4)
+    prompt = engine.extend(0, 0, np.array([5, 9, 700]))
+    step = engine.extend_one(np.array([0]), np.array([3]), np.array([31]))
+    return [*prompt.tolist(), *step[0].tolist()]
+
+
+@pytest.mark.parametrize("lean", [True, False], ids=["short forward", "SGLang's model"])
+def test_a_token_map_leaves_its_columns(lean: bool, process: Callable[..., object], tmp_path: Path) -> None:
+    tokens = [3, 1999, 7, 12, 40, 0, 2047]
+    torch.save(tokens, tmp_path / "map.pt")
+    everything = process(last_logits, str(TINY_DRAFT), None, lean)
+    narrow = process(last_logits, str(TINY_DRAFT), str(tmp_path / "map.pt"), lean)
+    assert isinstance(everything, list)
+    chosen = [everything[row * 2048 + token] for row in range(2) for token in tokens]
+    assert narrow == pytest.approx(chosen, abs=1e-4)

@@ -83,23 +83,24 @@ class TestModes:
         assert ("ar-2-threads" in names) == (cores > 1 and device == "cpu")
 
     def test_flags(self) -> None:
-        standalone = speculation_flags(parse_mode("standalone@2", 4), "draft", 3, 99)
+        standalone = speculation_flags(parse_mode("standalone@2", 4), "draft", {"fan_out": 3}, 99)
         assert value_of(standalone, "--speculative-num-steps") == "2"
         assert value_of(standalone, "--speculative-num-draft-tokens") == "3"
         assert value_of(standalone, "--speculative-draft-model-path") == "draft"
-        assert (
-            value_of(speculation_flags(parse_mode("ngram@5", 4), "draft", 3, 99), "--speculative-algorithm") == "NGRAM"
-        )
-        assert speculation_flags(parse_mode("ar", 4), "draft", 3, 99) == []
+        ngram = speculation_flags(parse_mode("ngram@5", 4), "draft", {"fan_out": 3}, 99)
+        assert value_of(ngram, "--speculative-algorithm") == "NGRAM"
+        assert speculation_flags(parse_mode("ar", 4), "draft", {"fan_out": 3}, 99) == []
 
     @pytest.mark.parametrize("kind", SSD_OPTIONS)
-    def test_ssd_shows_its_metrics_whatever_its_options(self, kind: str) -> None:
+    def test_a_service_shows_its_metrics_whatever_its_options(self, kind: str) -> None:
         before = json.dumps(SSD_OPTIONS)
-        config = json.loads(
-            value_of(speculation_flags(parse_mode(kind, 4), "draft", [1, 2], 99), "--speculative-ssd-config")
-        )
+        mode = parse_mode(kind, 4)
+        flags = speculation_flags(mode, "draft", {"fan_out": [1, 2]}, 99)
+        config = json.loads(value_of(flags, "--speculative-ssd-config"))
         own = SSD_OPTIONS[kind].get("service", {})
-        assert config["service"] == {"fan_out": [1, 2], "http_port": 99} | own
+        wanted = {"fan_out": [1, 2], "http_port": 99} | own if mode.has_service else None
+        assert config.get("service") == wanted
+        assert ("--speculative-draft-model-path" in flags) == mode.has_service == (mode.num_devices == 2)
         assert config.get("verification") == SSD_OPTIONS[kind].get("verification")
         assert json.dumps(SSD_OPTIONS) == before
 

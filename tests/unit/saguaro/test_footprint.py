@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from speculator_service.row_arrays import RowShape
+from speculator_service.rows import Rows
 from speculator_service.saguaro.footprint import (
     cache_bytes,
     draft_scratch_bytes,
@@ -13,6 +18,8 @@ from speculator_service.saguaro.footprint import (
     sparse_bytes,
     transfer_seconds,
 )
+from ssd_proto.channels.shm import RING_BYTES, ShmSpeculatorChannel
+from ssd_proto.table import TableShape
 
 VOCAB = 128256
 
@@ -22,6 +29,21 @@ def test_memory() -> None:
     assert cache_bytes(16, 24, 7, VOCAB) == 689_525_760
     assert cache_bytes(16, 8, 7, VOCAB) == 229_841_920
     assert draft_scratch_bytes(1, 24, 7, 1) == 8 + 168
+
+
+def test_what_is_allocated_is_below_a_hundredth_of_dense_logits() -> None:
+    batch_size, num_outcomes, lookahead, num_kept = 16, 3 * (7 + 1), 7, 32
+    channel = ShmSpeculatorChannel.create(TableShape(batch_size, num_outcomes, lookahead, num_kept, batch_size), 1, "")
+    try:
+        posts = RING_BYTES  # prompts on their way: no part of the cache
+        shared = Path("/dev/shm", channel.address).stat().st_blocks * 512 - posts
+    finally:
+        channel.close()
+    assert shared > 2 * sparse_bytes(batch_size * num_outcomes, lookahead, num_kept), "two tables with q are in it"
+    # What the service itself keeps of branches; the texts of its sequences are not part of a cache.
+    state = Rows(RowShape(batch_size, 1, lookahead, num_outcomes, num_outcomes + 2, num_kept)).state
+    own = sum(array.nbytes for array in state if isinstance(array, np.ndarray))
+    assert shared + own < 0.01 * cache_bytes(batch_size, num_outcomes, lookahead, VOCAB)
 
 
 def test_communication() -> None:

@@ -126,6 +126,7 @@ class BothEnds:
             sampling,
             deadline_s=0.0,  # whoever waited here would wait for itself
             vocab_size=engine.vocab_size,
+            is_narrow=True,
         )
         worker: Any = SimpleNamespace(model_runner=SimpleNamespace(sampler=None))
         self._chains = ChainBuilder(lookahead, batch_size, "cpu", worker)

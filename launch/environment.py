@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-EXTRAS = ("test", "dev", "figures")
+EXTRAS = ("test", "dev", "figures", "chat")
 NEEDED_BYTES = 12 * 1024**3
 LAYOUT = 1  # raise when the layout of either layer changes: existing environments are then built again
 COMPLETE = ".complete"

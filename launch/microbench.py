@@ -8,7 +8,8 @@ Both ends of a channel run in one process and one thread, with a real draft mode
   fork        a table is begun
   table step  one depth of a table: of it the model, the draws, and what is kept and published
 
-and the look-up of 256 sequences with 32 prepared outcomes each. Use one core: OMP_NUM_THREADS=1 taskset -c 1.
+and the look-up of 256 sequences with 32 prepared outcomes each. With --branches N instead: a step of the draft model
+with N branches of one sequence beside a step with one, after 512 tokens. Use one core: OMP_NUM_THREADS=1 taskset -c 1.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 from both_ends import PROMPT_LENGTH, BothEnds
+from branch_cost import CONTEXT, measure_branch_cost
 from children import say
 from rich.console import Console
 from rich.table import Table
@@ -63,10 +65,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="(1 8 32)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="(0 1)")
     parser.add_argument("--rounds", type=int, default=100, help="measured of each case (%(default)s)")
+    parser.add_argument("--branches", type=int, metavar="N", help="measure what N branches cost, and nothing else")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     arguments = parser.parse_args()
-    for name in ("lookahead", "fan_out", "num_kept", "rounds"):
-        if getattr(arguments, name) < 1:
+    for name in ("lookahead", "fan_out", "num_kept", "rounds", "branches"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if min(arguments.batch_sizes) < 1 or min(arguments.temperatures) < 0:
         parser.error("batch sizes must be at least 1, temperatures at least 0")
@@ -132,17 +135,31 @@ def show(results: dict[str, dict[str, float]], lookup: float) -> None:
 def main() -> int:
     arguments = parse_arguments()
     try:
-        engine = load(arguments)
+        (measure_parts if arguments.branches is None else measure_branches)(arguments)
     except ConfigError as error:
         say(f"launch/microbench: {error}")
         return 2
+    return 0
+
+
+def measure_branches(arguments: argparse.Namespace) -> None:
+    """What branches cost. Raises `ConfigError`."""
+    one, many = measure_branch_cost(arguments.model_path, arguments.device, arguments.branches)
+    times = f"{one * 1e3:.2f} ms with one branch, {many * 1e3:.2f} ms with {arguments.branches}"
+    Console().print(f"a step after {CONTEXT} tokens: {times}, {many / one:.2f} times as long")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"branches": arguments.branches, "seconds": [one, many]}) + "\n")
+
+
+def measure_parts(arguments: argparse.Namespace) -> None:
+    """The parts of a round. Raises `ConfigError`."""
+    engine = load(arguments)
     cases = [Case(size, temperature) for temperature in arguments.temperatures for size in arguments.batch_sizes]
     results = {str(case): measure(engine, case, arguments) for case in cases}
     lookup = measure_lookup()
     show(results, lookup)
     if arguments.json:
         arguments.json.write_text(json.dumps({"us": results, "lookup_us": lookup}, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

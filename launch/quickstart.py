@@ -1,6 +1,9 @@
 """See SSD run: the same prompts on a plain SGLang server, then on one with a speculator service beside it.
 
 The two servers run one after the other, so that neither slows the other down and both fit on one machine.
+With --chat: talk to a chat model that speculates (`chat.terminal`).
+
+Exit status: 0; 2 for wrong input; 1 if a server failed, or if the text is another one although it must not be.
 """
 
 from __future__ import annotations
@@ -17,14 +20,19 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from chat.hits import hit_rate, outcomes
+from chat.settings import DEFAULTS as CHAT_DEFAULTS
+from chat.settings import add_flags, check_flags
 from children import ChildFailed, end_on_signals, free_port, log_end, running, say
+
+from ssd_proto.errors import ConfigError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TARGET = CHECKOUT / "tests" / "models" / "tiny-target"
 DRAFT = CHECKOUT / "tests" / "models" / "tiny-draft"
+DEFAULTS = {"model_path": str(TARGET), "draft_model_path": str(DRAFT), "max_new_tokens": 96}
 REQUEST_WITHIN_S = 300.0
 HOST = "127.0.0.1"
-OUTCOMES_METRIC = "sglang_ssd_speculator_outcomes_total"
 
 # The tiny models have read manuals and a standard library: they continue such text, and know nothing.
 PROMPTS = (
@@ -57,21 +65,36 @@ class Answer:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line with all defaults.
+
+    Raises:
+        ConfigError: it does not go together.
+    """
     parser = argparse.ArgumentParser(
         prog="launch/quickstart",
-        description="Send a few prompts to a plain SGLang server, then to one that speculates with SSD, and compare.",
+        description="Send a few prompts to a plain SGLang server, then to one that speculates with SSD, and compare. "
+        "With --chat: talk to a chat model, SmolLM2-135M-Instruct, which is fetched the first time.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model-path", default=str(TARGET), help="target model")
-    parser.add_argument("--draft-model-path", default=str(DRAFT), help="draft model, same vocabulary")
-    parser.add_argument("--num-steps", type=int, default=4, help="K, tokens speculated per round")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="tokens to generate per prompt")
-    parser.add_argument("--max-total-tokens", type=int, default=20000, help="KV cache of each server, tokens")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the target")
-    parser.add_argument("--draft-device", default="auto", help="cpu or cuda:N; auto: a GPU of its own if there is one")
-    parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, otherwise as the model says")
-    parser.add_argument("--start-timeout", type=float, default=600, help="longest start of a server, seconds")
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    absent = argparse.SUPPRESS  # the default depends on --chat
+    add("--model-path", default=absent, help="target model (default: tests/models/tiny-target, or the chat's)")
+    add(
+        "--draft-model-path",
+        default=absent,
+        help="draft, same vocabulary (default: tests/models/tiny-draft, or the chat's)",
+    )
+    add("--num-steps", type=int, default=4, help="K, tokens speculated per round")
+    add("--max-new-tokens", type=int, default=absent, help="tokens per prompt (default: 96; most of an answer: 256)")
+    add("--max-total-tokens", type=int, default=20000, help="KV cache of each server, tokens")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the target")
+    add("--draft-device", default="auto", help="cpu or cuda:N; auto: a GPU of its own if there is one")
+    add("--dtype", default="auto", help="auto: float32 on a CPU, otherwise as the model says")
+    add("--start-timeout", type=float, default=600, help="longest start of a server, seconds")
+    add_flags(parser)
+    given = vars(parser.parse_args())
+    check_flags(given)
+    arguments = argparse.Namespace(**{**(CHAT_DEFAULTS if given["chat"] else DEFAULTS), **given})
     resolve_devices(arguments)
     return arguments
 
@@ -133,24 +156,6 @@ def generate(port: int, prompt: str, max_new_tokens: int, show: Callable[[str], 
     if last is None:
         raise ChildFailed("the server ended the answer before its first token")
     return Answer(last["output_ids"], time.perf_counter() - started, int(last["meta_info"].get("spec_verify_ct", 0)))
-
-
-def outcomes(http_port: int) -> dict[str, float]:
-    """The speculator's counts of outcomes so far, by kind (`hit`, `short_hit`, and the misses by cause)."""
-    counts = {}
-    with urllib.request.urlopen(f"http://{HOST}:{http_port}/metrics", timeout=10) as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith(OUTCOMES_METRIC + "{"):
-                labels, value = line.rsplit(" ", 1)
-                counts[labels.split('kind="')[1].split('"')[0]] = float(value)
-    return counts
-
-
-def hit_rate(before: dict[str, float], after: dict[str, float]) -> float:
-    """Share of the outcomes since ``before`` whose speculation had been prepared."""
-    new = {kind: count - before.get(kind, 0.0) for kind, count in after.items()}
-    total = sum(new.values())
-    return (new.get("hit", 0.0) + new.get("short_hit", 0.0)) / total if total else 0.0
 
 
 def run_plain(arguments: argparse.Namespace, logs: Path) -> list[Answer]:
@@ -228,13 +233,27 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def compare(arguments: argparse.Namespace, logs: Path) -> int:
+    """All prompts on both servers, one after the other; returns the exit status."""
+    plain = run_plain(arguments, logs)
+    same = run_ssd(arguments, logs, plain)
+    write(f"\n{sum(same)} of {len(same)} prompts gave the same tokens with and without speculation.\n")
+    return 0 if all(same) or arguments.dtype != "float32" else 1
+
+
 def main() -> int:
-    arguments = parse_arguments()
     end_on_signals()
     with tempfile.TemporaryDirectory(prefix="sglang-ssd-") as folder:
         try:
-            plain = run_plain(arguments, Path(folder))
-            same = run_ssd(arguments, Path(folder), plain)
+            arguments = parse_arguments()
+            if not arguments.chat:
+                return compare(arguments, Path(folder))
+            from chat.terminal import chat
+
+            return chat(arguments, Path(folder))
+        except ConfigError as error:
+            say(f"launch/quickstart: {error}")
+            return 2
         except ChildFailed as error:
             say(f"launch/quickstart: {error}")
             return 1
@@ -246,10 +265,6 @@ def main() -> int:
         except KeyboardInterrupt:
             say("\nlaunch/quickstart: interrupted, everything is ended")
             return 130
-    write(f"\n{sum(same)} of {len(same)} prompts gave the same tokens with and without speculation.\n")
-    if all(same) or arguments.dtype != "float32":
-        return 0
-    return 1
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ SERVICE_OPTIONS = frozenset(
         "max_total_tokens",
         "num_kept",
         "prefill_chunk",
+        "rest",
         "spin_us",
         "threads",
         "token_map",

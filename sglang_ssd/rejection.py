@@ -53,13 +53,15 @@ def verify_by_ratio(
 
     Args:
         p: [b, K + 1, V] float32, target probabilities; ``p[:, i]`` after the first i drafts. One-hot rows are greedy.
-        drafts: [b, K] int64 s_1..s_K, padding included: it is verified like any draft that was not sampled.
+        drafts: [b, K] int64 s_1..s_K, padding included: it is verified like any draft that was not sampled. K may be 0.
         q: what the drafts were sampled from; m may be 0.
         num_offered: [b] int64, drafts that may be accepted, K or fewer (where there are fewer and all are accepted,
             the bonus token comes from p); default K.
         generator: of the device's random numbers.
     """
     lookahead = drafts.shape[1]
+    if lookahead == 0:
+        return Verified(drafts.new_zeros(len(drafts)), draw(p[:, 0], generator).unsqueeze(-1))
     sent = drafts.unsqueeze(-1)
     p_sent = p[:, :lookahead].gather(-1, sent).squeeze(-1)
     q_sent = torch.where(q.ids == sent, q.probs, 0.0).sum(-1)

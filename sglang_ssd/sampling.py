@@ -231,7 +231,7 @@ def _num_offered(info: SamplingBatchInfo, drafts: torch.Tensor) -> torch.Tensor 
     """[b] int64 drafts that may be accepted: none where a processor made only the first logits right. None: all."""
     if not info.has_custom_logit_processor:
         return None
-    offered = torch.full_like(drafts[:, 0], drafts.shape[1])
+    offered = drafts.new_full((len(drafts),), drafts.shape[1])
     for entry in (info.custom_logit_processor or {}).values():
         offered.index_fill_(0, entry.indices, 0)
     return offered

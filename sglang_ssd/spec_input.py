@@ -66,8 +66,8 @@ class ChainBuilder:
         self._device = device
         self._target_worker = target_worker
         self._places = np.arange(lookahead + 1)
-        self._common: dict[int, dict[str, Any]] = {}
-        """What all chains of a batch size have in common, on a CPU; SGLang only reads it."""
+        self._common: dict[tuple[int, int], dict[str, Any]] = {}
+        """What all chains of a batch size and length have in common, on a CPU; SGLang only reads it."""
         # The degenerate tree of a chain, as SGLang's tree builder wants it (its own top-k 1 fast path).
         parents = lookahead if lookahead > 1 else 0
         self._parents = torch.arange(-1, parents - 1, device=device).repeat(max_batch_size, 1)
@@ -80,7 +80,10 @@ class ChainBuilder:
         drafts: torch.Tensor,
         basis: Basis,
     ) -> ChainVerifyInput:
-        """``bonus`` [b] int, ``drafts`` [b, K] int64, both on the target's device; no host synchronisation."""
+        """``bonus`` [b] int, ``drafts`` [b, n] int64, both on the target's device; no host synchronisation.
+
+        n is K; on a CPU it may be less.
+        """
         parts = self._parts_on_cpu(batch, bonus, drafts) if self._device == "cpu" else self._parts(batch, bonus, drafts)
         return ChainVerifyInput(**parts, sampler=self._sampler, generator=self._generator, basis=basis)
 
@@ -105,21 +108,20 @@ class ChainBuilder:
 
     def _parts_on_cpu(self, batch: ScheduleBatch, bonus: torch.Tensor, drafts: torch.Tensor) -> dict[str, Any]:
         """The same: the tree builder's loops over rows would cost more than the whole rest."""
-        batch_size = drafts.shape[0]
-        if batch_size not in self._common:
-            self._common[batch_size] = self._common_parts(batch_size)
+        batch_size, width = drafts.shape[0], drafts.shape[1] + 1
+        if (batch_size, width) not in self._common:
+            self._common[batch_size, width] = self._common_parts(batch_size, width)
         # With numpy, which needs a fraction of the time of torch for so few numbers.
-        chain = np.empty((batch_size, self._lookahead + 1), np.int64)
+        chain = np.empty((batch_size, width), np.int64)
         chain[:, 0], chain[:, 1:] = bonus.numpy(), drafts.numpy()
-        positions = np.add(batch.seq_lens.numpy()[:, None], self._places, dtype=np.int64)
+        positions = np.add(batch.seq_lens.numpy()[:, None], self._places[:width], dtype=np.int64)
         return {
             "draft_token": torch.from_numpy(chain.reshape(-1)),
             "positions": torch.from_numpy(positions.reshape(-1)),
-            **self._common[batch_size],
+            **self._common[batch_size, width],
         }
 
-    def _common_parts(self, batch_size: int) -> dict[str, Any]:
-        width = self._lookahead + 1
+    def _common_parts(self, batch_size: int, width: int) -> dict[str, Any]:
         steps = torch.arange(width)
         next_token = torch.cat([steps[1:], steps.new_full((1,), -1)])
         return {
@@ -128,7 +130,7 @@ class ChainBuilder:
             "retrieve_next_token": next_token.repeat(batch_size, 1),
             "retrieve_next_sibling": torch.full((batch_size, width), -1),
             "retrieve_cum_len": None,
-            "spec_steps": self._lookahead,
+            "spec_steps": width - 1,
             "topk": 1,
             "draft_token_num": width,
             "capture_hidden_mode": CaptureHiddenMode.NULL,

@@ -51,11 +51,12 @@ def connect(
     context_length: int,
     vocab_size: int,
     knows_law: bool,
+    is_narrow: bool,
     trace: Trace,
 ) -> Speculation:
     """Start the connection to the speculator that the server's options name; waits a little for it.
 
-    ``knows_law``: see `RequestSampling`.
+    ``knows_law``: see `RequestSampling`; ``is_narrow``: see `Speculation`.
     """
     config = verifier_config(server_args)
     assert config.endpoint is not None, "the launcher starts an embedded service when none is given"
@@ -69,7 +70,7 @@ def connect(
     sampling = RequestSampling(shares_noise, config.num_kept, knows_law)
     sessions = Sessions(max_slots, lookahead)
     deadline_s = config.deadline_ms / 1000
-    return Speculation(client, sessions, metrics, sampling, deadline_s, vocab_size, trace)
+    return Speculation(client, sessions, metrics, sampling, deadline_s, vocab_size, is_narrow, trace)
 
 
 class Speculation:
@@ -82,6 +83,9 @@ class Speculation:
 
     Any failure of the channel has one cure: the connection is given up and made anew, whereupon the service
     forgets this verifier's sequences and they are opened again with all that is committed.
+
+    Args:
+        is_narrow: whether a round may verify fewer than K drafts where no sequence has more, and none at all.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Speculation:
         sampling: RequestSampling,
         deadline_s: float,
         vocab_size: int,
+        is_narrow: bool = False,
         trace: Trace = NO_TRACE,
     ) -> None:
         self.sampling = sampling
@@ -99,7 +104,7 @@ class Speculation:
         self._sessions = sessions
         self._metrics = metrics
         self._deadline_s = self._patience_s = deadline_s
-        self._vocab_size = vocab_size
+        self._vocab_size, self._is_narrow = vocab_size, is_narrow
         self._places = np.arange(sessions.lookahead)
         self._trace = trace
         self._connection: Connection | None = None
@@ -145,11 +150,11 @@ class Speculation:
     def speculate(
         self, slots: NDArray[np.int64], requests: Sequence[Request]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64] | None]:
-        """Drafts [b, K] to verify next; where there are fewer, the rest is padding.
+        """Drafts [b, n] to verify next; where there are fewer, the rest is padding.
 
-        And the words of q [b, K, m] that they were sampled from (`ssd_proto.records.pack_probs`): 0 where they were
-        not; None if none was. Waits for missing rows at most until the deadline, and not at all for a suspect
-        speculator.
+        And the words of q [b, n, m] that they were sampled from (`ssd_proto.records.pack_probs`): 0 where they were
+        not; None if none was. n is K, or that of the longest if rounds may be narrow. Waits for missing rows at most
+        until the deadline, and not at all for a suspect speculator.
         """
         sessions = self._sessions
         if self._refresh():
@@ -164,6 +169,8 @@ class Speculation:
         if q is not None:
             q = within_vocabulary(q, self._vocab_size)
             q[is_padding] = 0
+        if self._is_narrow and (longest := int(depth.max(initial=0))) < sessions.lookahead:
+            return drafts[:, :longest], None if q is None else q[:, :longest]
         return drafts, q
 
     # -- helpers -----------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class SSDWorker(BaseSpecWorker):
         self._device: str = get_device().device
         self._lookahead: int = get_spec().speculative_num_steps
         self._tp_group = get_parallel().tp_group
+        # Graphs are captured for K + 1 tokens, and other ranks expect so many.
+        self._is_narrow = self._device == "cpu" and self._tp_group.world_size == 1
         self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
         self._speculation: Speculation | None = None  # rank 0 only
         self._trace = open_trace(verifier_config(server_args).trace, f"verifier, rank {self._tp_group.rank_in_group}")
@@ -81,6 +83,7 @@ class SSDWorker(BaseSpecWorker):
                 model.context_len,
                 model.vocab_size,
                 knows_law,
+                self._is_narrow,
                 self._trace,
             )
             _close_freed_slots(req_to_token_pool, self._speculation)
@@ -149,7 +152,7 @@ class SSDWorker(BaseSpecWorker):
                 plan_stream=self._plan_stream,
                 plan_stream_ctx=self._plan_stream_ctx,
                 topk=1,
-                num_draft_tokens=self._lookahead + 1,
+                num_draft_tokens=batch.spec_info.draft_token_num,
                 device=self._device,
                 metadata_ready_pre_pad=False,
                 finalize_tree_path=True,
@@ -162,7 +165,10 @@ class SSDWorker(BaseSpecWorker):
         return result
 
     def _drafts(self, batch: ScheduleBatch) -> tuple[torch.Tensor, sampling.Basis]:
-        """Drafts of the round, [b, K] int64 on the target's device, the same on every rank; the basis on rank 0."""
+        """Drafts of the round, [b, n] int64 on the target's device, the same on every rank; the basis on rank 0.
+
+        n is K; where rounds may be narrow, it may be less.
+        """
         if self._speculation is not None:
             drafts, basis = self._speculate(self._speculation, batch)
         else:

@@ -39,6 +39,8 @@ class Outcomes:
     ) -> None:
         self._engine, self._rows, self._planner, self._publisher = engine, rows, planner, publisher
         self._admission, self._statistics, self._chunk, self._clock = admission, statistics, prefill_chunk, clock
+        self._rests = False
+        """Whether the batch at hand goes on without speculation."""
         self._suffixes = Suffixes(rows)
         outcome_batch.prepare()
 
@@ -54,6 +56,11 @@ class Outcomes:
             self._planner.verification_took(count, verification)
             if batch.rounds[turn >= 0].min() > 0:  # not the first tokens after prompts
                 self._statistics.count_round(verifier.all_hit, verifier.answered_at - verifier.taken_at, verification)
+                num_tokens = count + int(batch.accepted[turn >= 0].sum())
+                self._planner.round_took(count, verifier.is_sampled, num_tokens, now - verifier.taken_at)
+        rows = verifier.row[batch.slots]
+        verifier.is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > len(rows)
+        self._rests = self._planner.rests(count, verifier.is_sampled)
         verifier.taken_at, verifier.answered_at = now, None
         if count == len(turn) and last_turn == 0:
             self._take_one_of_each(verifier, batch, is_valid)
@@ -101,7 +108,9 @@ class Outcomes:
         if not len(rows):
             return
         state = self._rows
-        in_prompt = state.phase[rows] == Phase.PREFILL
+        if not self._rests:
+            state.wake(rows)
+        in_prompt = (state.phase[rows] == Phase.PREFILL) | (state.phase[rows] == Phase.REST)
         if num_in_prompt := _count(in_prompt):
             self._grow_prompts(rows[in_prompt], batch.pick(in_prompt))
         if num_in_prompt == 0:
@@ -135,7 +144,12 @@ class Outcomes:
             if len(missed):
                 self._fall_back(missed, planner.choose_backup(len(rows), len(missed)))
                 phase = state.phase[rows]
-        self._publisher.reply(rows[phase != Phase.DRAFT])
+        if self._rests:
+            state.depth[rows[phase == Phase.DRAFT]] = 0  # what is prepared is verified, nothing is drafted for
+            self._publisher.reply(rows)
+            state.rest(rows)
+        else:
+            self._publisher.reply(rows[phase != Phase.DRAFT])
 
     def _tell_planner(
         self, rows: NDArray[np.int64], batch: OutcomeBatch, settled: Settled, told: NDArray[np.bool_]
@@ -162,12 +176,12 @@ class Outcomes:
             self._rows.give(rows, backup, nothing, np.zeros(len(rows), np.int64))
 
     def _grow_prompts(self, rows: NDArray[np.int64], batch: OutcomeBatch) -> None:
-        """Outcomes of rows whose prompt is not computed yet: more prompt. Nobody waits for more than one chunk."""
+        """Outcomes of rows whose text is not computed yet: more of it. Nobody waits for more than one chunk."""
         state = self._rows
         state.commit(rows, batch.accepted, batch.bonus, batch.tokens)
-        late = rows[state.committed[rows] - state.computed[rows] > self._chunk]
+        late = rows if self._rests else rows[state.committed[rows] - state.computed[rows] > self._chunk]
         self._publisher.reply(late)
-        self._statistics.outcomes[OutcomeKind.UNSERVED] += len(late)
+        self._statistics.outcomes[OutcomeKind.RESTED if self._rests else OutcomeKind.UNSERVED] += len(late)
 
 
 def _count(flags: NDArray[np.bool_]) -> int:

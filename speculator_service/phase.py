@@ -19,3 +19,5 @@ class Phase:
     """Its table is being built."""
     DONE: Final = 5
     """Its table is complete: only an outcome can move it on."""
+    REST: Final = 6
+    """Its text is kept, nothing is computed: plain decoding is faster at the moment (`speculator_service.resting`)."""

@@ -21,6 +21,7 @@ from speculator_service.measurements import Measurements
 from speculator_service.outlook import Forecast, Outlook
 from speculator_service.plan import Plan, PlannerSnapshot, make_plan
 from speculator_service.planner_settings import AUTO, PlannerSettings
+from speculator_service.resting import Resting
 from speculator_service.round_times import VERIFICATION, RoundTimes
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
 from speculator_service.saguaro.downweight_tuning import DownweightTuner
@@ -71,6 +72,7 @@ class Planner:
         self._settings, self._lookahead, self._vocab_size, self._clock = settings, lookahead, vocab_size, clock
         self._measured = Measurements(lookahead, min(max(self.num_outcomes, 1), _MAX_RANKS))
         self._tuner = DownweightTuner()
+        self._resting = Resting()
         self._policy = FallbackPolicy(list(BACKUPS))
         self._name = PRIMARY if settings.backup == AUTO else settings.backup
         """The backup in use."""
@@ -127,6 +129,10 @@ class Planner:
         self._measured.times.add(VERIFICATION, batch_size, seconds)
         self._batch_sizes.append(batch_size)
 
+    def round_took(self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float) -> None:
+        """A verifier's batch took so long from outcomes to outcomes, and got so many tokens."""
+        self._resting.round_took(batch_size, is_sampled, num_tokens, seconds)
+
     def step_took(self, kind: StepKind, batch_size: int, seconds: float) -> None:
         """A step of the draft model for so many sequences: DRAFT, those that missed, or TABLE; others do not count."""
         if kind in (StepKind.DRAFT, StepKind.TABLE) and batch_size:
@@ -138,6 +144,10 @@ class Planner:
         """Saguaro's C for a sequence that begins."""
         downweight = self._settings.downweight
         return self._tuner.next_arm() if isinstance(downweight, str) else float(downweight)
+
+    def rests(self, batch_size: int, is_sampled: bool) -> bool:
+        """Whether the next round of such a batch goes without speculation, as plain decoding is faster."""
+        return self._settings.rest and self._resting.rests(batch_size, is_sampled)
 
     def choose_backup(self, batch_size: int, num_missed: int) -> int:
         """Source of the answers to the ``num_missed`` misses of a batch (Theorem 17). Microseconds."""

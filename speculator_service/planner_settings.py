@@ -39,6 +39,8 @@ class PlannerSettings:
     """Saguaro's C in [0, 1], or `AUTO`."""
     adapt_depth: bool = True
     """Whether fewer than K tokens are drafted where times and acceptance say so."""
+    rest: bool = False
+    """Whether nothing is drafted where plain decoding was measured to be faster."""
 
     def __post_init__(self) -> None:
         for name, value in (("fan_out", self.fan_out), ("fan_out_after_miss", self.fan_out_after_miss)):

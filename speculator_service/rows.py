@@ -135,6 +135,17 @@ class Rows:
         """See `speculator_service.settling`."""
         settling.commit(self.state, rows, accepted, bonus, tokens)
 
+    def rest(self, rows: NDArray[np.int64]) -> None:
+        """Compute nothing for these rows, whose answers are given, until `wake`."""
+        self.depth[rows] = 0
+        self.computed[rows] = np.minimum(self.computed[rows], self.committed[rows])
+        self.keys[rows] = NO_KEY
+        self.phase[rows] = Phase.REST
+
+    def wake(self, rows: NDArray[np.int64]) -> None:
+        """Compute the texts of those ``rows`` that rest, like prompts."""
+        self.phase[rows[self.phase[rows] == Phase.REST]] = Phase.PREFILL
+
     def settle(
         self,
         rows: NDArray[np.int64],

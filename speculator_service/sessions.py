@@ -47,6 +47,8 @@ class Verifier:
         """When the last outcomes were answered, all of them; None while some are not, and before the first."""
         self.taken_at = 0.0
         """When they were taken."""
+        self.is_sampled = False
+        """Whether most of their sequences are drawn with a temperature."""
         self.all_hit = False
         """Whether they were all hits, none of them short."""
         self.attached = True

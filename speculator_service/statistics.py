@@ -31,6 +31,8 @@ class OutcomeKind(StrEnum):
     """A stop token: nothing follows."""
     UNSERVED = "unserved"
     """The sequence waits for room, is still being prefilled, or is lost: an empty speculation."""
+    RESTED = "rested"
+    """Plain decoding is faster at the moment: an empty speculation."""
 
 
 class StepKind(StrEnum):

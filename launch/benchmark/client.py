@@ -21,6 +21,7 @@ from children import ChildFailed
 
 HOST = "127.0.0.1"
 _WITHIN_S = 600.0
+_FLUSH_WITHIN_S = 30
 _REASON_LENGTH = 300
 _EVENT = b"data: {"
 
@@ -63,7 +64,7 @@ def stream_all(port: int, prompts: Sequence[str], batch_size: int, length: int, 
 
 def flush(port: int) -> None:
     """Empty the radix cache, so that every run prefills its prompts."""
-    _post(port, "/flush_cache", {}).close()
+    _post(port, f"/flush_cache?timeout={_FLUSH_WITHIN_S}", {}).close()  # it waits for the end of the last step
 
 
 def completion_of(answer: dict[str, Any]) -> Completion:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,26 @@ def test_no_service_at_start(server: SGLangServer, oracle: Oracle, prompts: list
     assert not server.is_connected()
     assert hits(server) == 0
     assert "decoding goes on without speculation" in server.process.log_text()
+
+
+def test_every_kind_of_request_without_a_service(server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
+    """Rounds then verify one token, as plain decoding does."""
+    kinds: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.6, "min_new_tokens": 12},
+        {"regex": r"( [a-z]{1,6}){1,30}"},
+        {"logit_bias": {"300": 5.0}},
+    ]
+    exact = [greedy(prompt, 24, **kind) for prompt, kind in zip(prompts, kinds, strict=False)]
+    exact.append(greedy(prompts[3], 24) | {"return_logprob": True, "top_logprobs_num": 2})
+    for answer in oracle.assert_same(server, exact):
+        assert len(answer.ids) in (answer.rounds, answer.rounds + 1)
+    sampled = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    filters = [{}, {"top_p": 0.8, "min_p": 0.01}, {"top_k": 20, "presence_penalty": 0.5}, {"sampling_seed": 5}]
+    payloads = [{"text": prompts[0], "sampling_params": {**sampled, **kind}} for kind in (*filters, filters[-1])]
+    answers = server.generate_all(payloads, concurrency=5)
+    assert all(len(answer.ids) == 24 for answer in answers)
+    assert answers[-1].ids == answers[-2].ids
+    assert answers[0].ids != answers[1].ids
 
 
 def test_attaches_when_a_service_appears(

@@ -25,7 +25,7 @@ NUM_TOKENS = 32
 NUM_TEXTS = {1: 32, 4: 64, 8: 128}
 """By batch size."""
 LEAST_EXERCISED = 20
-AUTOMATIC = ("--fan-out", "auto", "--downweight", "auto")
+AUTOMATIC = ("--fan-out", "auto", "--downweight", "auto", "--no-rest")
 """Flags of a service that changes depth, fan-out, backup and C as it measures."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     @property
     def flags(self) -> tuple[str, ...]:
         """Of the service."""
-        return ("--backup", self.backup, "--downweight", f"{self.downweight:g}", "--no-adapt-depth")
+        return ("--backup", self.backup, "--downweight", f"{self.downweight:g}", "--no-adapt-depth", "--no-rest")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -308,7 +308,7 @@ def test_seeds_do_not_depend_on_the_lookahead(
 def test_shared_noise(pairs: Callable[..., ExternalPair], law: TinyPair, seeded: list[tuple[int, ...]]) -> None:
     """Requests without seeds get one each; those with seeds draw the same texts as ever."""
     pair, filtering = pairs(4, "shared_noise"), Filtering(1.0, min_p=0.02)
-    service = pair.service("--backup", "primary", "--no-adapt-depth")
+    service = pair.service("--backup", "primary", "--no-adapt-depth", "--no-rest")
     exercised = Exercised(service)
     answers = draw(pair.server, filtering, 8)
     assert_law(law, answers, filtering)

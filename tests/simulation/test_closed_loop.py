@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from closed_loop import Loop, ScriptedVerifier, shm_channels
 
-from speculator_service.statistics import OutcomeKind
+from speculator_service.statistics import OutcomeKind, StepKind
 from ssd_proto.records import ProposalKind
 
 
@@ -80,6 +81,38 @@ def test_deadlines_that_pass_while_the_speculator_drafts(seed: int) -> None:
     verifier.unserved_allowed = True  # a prompt may grow beyond one chunk
     run(loop, [verifier], count=30, batch=4, events=0.02)
     assert loop.speculator.statistics.invalid == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rests_of_any_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop.build(seed, chunk=16)
+    verifier = loop.connect()
+    verifier.drop_probability = verifier.lucky_padding = 0.2
+    verifier.unserved_allowed = True
+    rng, state = np.random.default_rng(seed), {"rests": False}
+
+    def rests(batch_size: int, is_sampled: bool) -> bool:
+        state["rests"] ^= bool(rng.random() < 0.15)
+        return state["rests"]
+
+    monkeypatch.setattr(loop.speculator.planner, "rests", rests)
+    run(loop, [verifier], count=40, batch=6, events=0.03)
+    outcomes = loop.speculator.statistics.outcomes
+    assert outcomes[OutcomeKind.RESTED] > 30
+    assert outcomes[OutcomeKind.HIT] > 50
+    assert loop.speculator.statistics.invalid == 0
+
+
+def test_nothing_is_computed_while_all_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop.build()
+    verifier = loop.connect()
+    verifier.unserved_allowed = True
+    monkeypatch.setattr(loop.speculator.planner, "rests", lambda batch_size, is_sampled: True)
+    run(loop, [verifier], count=12, batch=4)
+    statistics = loop.speculator.statistics
+    assert statistics.steps[StepKind.DRAFT] == 0
+    assert statistics.tables <= 12, "one for each prompt, whose sequence is not known to rest"
+    assert statistics.outcomes[OutcomeKind.RESTED] > 10 * statistics.tables
 
 
 def test_two_verifiers_share_the_engine() -> None:

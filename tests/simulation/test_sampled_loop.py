@@ -73,6 +73,15 @@ def test_a_verifier_that_mistakes_q_is_found_out() -> None:
     assert deviation(loop) > 3 * LIMIT
 
 
+def test_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = SampledLoop(seed=13)
+    rng = np.random.default_rng(13)
+    monkeypatch.setattr(loop.speculator.planner, "rests", lambda batch_size, is_sampled: bool(rng.random() < 0.4))
+    assert deviation(loop) < LIMIT
+    assert loop.kinds[ProposalKind.HIT] > 150
+    assert loop.kinds[ProposalKind.EMPTY] > 150
+
+
 def test_a_token_map_that_reorders_the_tokens_changes_nothing() -> None:
     plain, mapped = (SampledLoop(token_map=order, batch=4, seed=5) for order in (None, tuple(reversed(range(VOCAB)))))
     assert np.abs(plain.counts(400, LENGTH) - mapped.counts(400, LENGTH)).sum() == 0

@@ -36,7 +36,7 @@ kinds = pytest.mark.parametrize("kind", ["shm", "zmq"])
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
-    with running(TABULAR, "--expiry-s", "2", "--backup", "primary", "--no-adapt-depth") as process:
+    with running(TABULAR, "--expiry-s", "2", "--backup", "primary", "--no-adapt-depth", "--no-rest") as process:
         yield process
 
 

@@ -33,7 +33,7 @@ class Configuration:
 
 _OVERLAP = {"overlap_on_cpu": True}
 _RETRACT = {"SGLANG_TEST_RETRACT": "1"}
-_FIXED = {"backup": "primary", "adapt_depth": False}
+_FIXED = {"backup": "primary", "adapt_depth": False, "rest": False}
 _PLANNED = {"fan_out": "auto", "downweight": "auto"}
 
 CONFIGURATIONS = {

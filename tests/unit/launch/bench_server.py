@@ -43,7 +43,7 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/flush_cache":
+        if self.path.startswith("/flush_cache?"):
             self.answer(b"", "text/plain")
             return
         length = request["sampling_params"]["max_new_tokens"]

@@ -73,7 +73,7 @@ class FakeClient:
 class Pair:
     """Both ends of a channel, and the `Speculation` that uses one of them."""
 
-    def __init__(self, deadline_s: float = 0.05, shares_noise: bool = False) -> None:
+    def __init__(self, deadline_s: float = 0.05, shares_noise: bool = False, is_narrow: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.client = FakeClient()
         self.sessions = Sessions(SHAPE.num_slots, SHAPE.lookahead)
@@ -85,6 +85,7 @@ class Pair:
             RequestSampling(shares_noise, SHAPE.num_kept, knows_law=True),
             deadline_s,
             VOCAB_SIZE,
+            is_narrow,
         )
         self.doorbell = Doorbell()
         self.speculators: list[ShmSpeculatorChannel] = []

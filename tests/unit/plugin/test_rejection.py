@@ -105,6 +105,16 @@ def test_one_hot_targets_are_followed() -> None:
     assert (tokens == best)[is_emitted].all()
 
 
+def test_a_round_without_drafts_is_plain_decoding() -> None:
+    p = torch.tensor([0.0, 0.25, 0.75]).expand(4000, 1, 3)
+    nothing = SparseProbs(torch.zeros(4000, 0, 2, dtype=torch.int64), torch.zeros(4000, 0, 2))
+    k, tokens = verify_by_ratio(p, torch.zeros(4000, 0, dtype=torch.int64), nothing, generator=torch.manual_seed(1))
+    assert k.tolist() == [0] * 4000
+    assert tokens.shape == (4000, 1)
+    assert not (tokens == 0).any()
+    assert (tokens == 2).float().mean() == pytest.approx(0.75, abs=0.03)
+
+
 def test_rows_that_are_offered_nothing_draw_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(3)
     with_uniforms(monkeypatch, torch.zeros(B, K))

@@ -80,6 +80,25 @@ def test_a_missing_outcome_waits_for_the_reply(pair: Pair) -> None:
     assert (outcomes[0]["num_sent"], outcomes[0]["proposal"]) == (2, ProposalKind.BACKUP)
 
 
+def test_narrow_rounds_are_as_long_as_their_longest_speculation() -> None:
+    narrow = Pair(is_narrow=True)
+    try:
+        speculator, generation = start(narrow)
+        q = words([(7, 0.5), (9, 0.5)], [(8, 1.0), (0, 0.0)], [(0, 0.0), (0, 0.0)])
+        key = outcome_keys(slots(0), slots(9))
+        write(speculator, 2, generation, 0, SHAPE.num_outcomes, key, [7, 8, 0], depth=2, q=q)
+        found, probs = narrow.speculation.speculate(slots(2), [REQUEST])
+        assert found.tolist() == [[7, 8]]
+        assert probs is not None
+        assert probs.shape[:2] == (1, 2)
+        narrow.speculation.outcome(verified(2, 2, 5))
+        (outcomes,) = drain(speculator)
+        assert (outcomes[0]["num_sent"], outcomes[0]["num_accepted"]) == (2, 2)
+        assert narrow.speculation.speculate(slots(2), [REQUEST])[0].shape == (1, 0), "silence: as in plain decoding"
+    finally:
+        narrow.close()
+
+
 def test_silence_costs_one_deadline_and_then_nothing(pair: Pair) -> None:
     speculator, generation = start(pair)
     began = time.monotonic()

@@ -106,7 +106,7 @@ class BothEnds:
         self, engine: DraftModel, fan_out: int, batch_size: int, num_kept: int, temperature: float, seed: int = 0
     ) -> None:
         lookahead = engine.lookahead
-        settings = PlannerSettings(fan_out=fan_out, backup="primary", adapt_depth=False)
+        settings = PlannerSettings(fan_out=fan_out, backup="primary", adapt_depth=False, rest=False)
         shape = TableShape(batch_size, settings.num_outcomes(lookahead), lookahead, num_kept, engine.max_slots)
         self.durations = Durations()
         planner = Planner(settings, lookahead, engine.vocab_size)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from speculator_service.round_times import VERIFICATION, RoundTimes
+from speculator_service.round_times import PLAIN, VERIFICATION, RoundTimes
 from speculator_service.saguaro.depth import expected_tokens_by_depth
 from speculator_service.saguaro.discounted import DiscountedMeans
 from speculator_service.saguaro.estimates import OutcomeEstimates
@@ -42,12 +42,13 @@ class Measurements:
     Args:
         lookahead: K.
         max_fan_out: ranks counted.
+        times: shared with the measurements of other kinds of outcomes.
     """
 
-    def __init__(self, lookahead: int, max_fan_out: int) -> None:
+    def __init__(self, lookahead: int, max_fan_out: int, times: RoundTimes | None = None) -> None:
         self.lookahead = lookahead
         self.estimates = OutcomeEstimates(lookahead, max_fan_out, num_sources=NUM_SOURCES, half_life=_HALF_LIFE)
-        self.times = RoundTimes()
+        self.times = RoundTimes() if times is None else times
         self._hits = DiscountedMeans(NUM_SOURCES, _HALF_LIFE)
         self._tokens = DiscountedMeans(NUM_SOURCES, _SUFFIX_HALF_LIFE, forget_together=True)
 
@@ -87,6 +88,21 @@ class Measurements:
         """E of the suffix automaton, rounds in which it found nothing included; hopeful until it was tried."""
         hope = 1 + _SUFFIX_OPTIMISM * (float(self.tokens_by_depth(Source.HIT)[-1]) - 1)
         return max(1.0, self._tokens.mean(Source.SUFFIX, hope, _SUFFIX_PRIOR_WEIGHT))
+
+    def relative_verification(self, batch_size: int, depth: int) -> NDArray[np.float64]:
+        """[K] time of a verification of D = 1..K drafts, in units of one of ``depth``, which is the current one.
+
+        Along the line through that and a round without drafts. Ones where no such round was seen, and where it was not
+        faster, as with CUDA graphs for K + 1 tokens.
+        """
+        depths = np.arange(1, self.lookahead + 1)
+        full = self.times.median(VERIFICATION, batch_size)
+        plain = self.times.median(PLAIN, batch_size)
+        if RoundTimes.bucket(batch_size) not in self.times.buckets(PLAIN) or not full or not plain or plain >= full:
+            return np.ones(self.lookahead)
+        share = plain / full
+        times: NDArray[np.float64] = share + (1 - share) * depths / depth
+        return times
 
     def relative_times(self, batch_size: int, num_missed: int) -> RelativeTimes | None:
         """Times near a batch of which ``num_missed`` rows are drafted for; None until they are known.

@@ -39,8 +39,8 @@ class Outcomes:
     ) -> None:
         self._engine, self._rows, self._planner, self._publisher = engine, rows, planner, publisher
         self._admission, self._statistics, self._chunk, self._clock = admission, statistics, prefill_chunk, clock
-        self._rests = False
-        """Whether the batch at hand goes on without speculation."""
+        self._is_sampled = self._rests = False
+        """Of the batch at hand: whether most of it is drawn with a temperature; whether it is not speculated for."""
         self._suffixes = Suffixes(rows)
         outcome_batch.prepare()
 
@@ -51,16 +51,8 @@ class Outcomes:
         count, last_turn = _count(turn >= 0), int(turn.max(initial=0))
         self._statistics.stale += len(turn) - count
         now, hits = self._clock(), self._statistics.outcomes[OutcomeKind.HIT]
-        if verifier.answered_at is not None and count:
-            verification = now - verifier.answered_at
-            self._planner.verification_took(count, verification)
-            if batch.rounds[turn >= 0].min() > 0:  # not the first tokens after prompts
-                self._statistics.count_round(verifier.all_hit, verifier.answered_at - verifier.taken_at, verification)
-                num_tokens = count + int(batch.accepted[turn >= 0].sum())
-                self._planner.round_took(count, verifier.is_sampled, num_tokens, now - verifier.taken_at)
-        rows = verifier.row[batch.slots]
-        verifier.is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > len(rows)
-        self._rests = self._planner.rests(count, verifier.is_sampled)
+        if count:
+            self._begin_round(verifier, batch if count == len(turn) else batch.pick(turn >= 0), now)
         verifier.taken_at, verifier.answered_at = now, None
         if count == len(turn) and last_turn == 0:
             self._take_one_of_each(verifier, batch, is_valid)
@@ -70,6 +62,22 @@ class Outcomes:
                 self._take_one_of_each(verifier, batch.pick(mine), is_valid[mine])
         verifier.all_hit = self._statistics.outcomes[OutcomeKind.HIT] - hits == count
         self.note_answers()
+
+    def _begin_round(self, verifier: Verifier, batch: OutcomeBatch, now: float) -> None:
+        """Have the planner learn from the round that ended with a batch, and say how the next one goes on."""
+        count = len(batch.slots)
+        if verifier.answered_at is not None:
+            verification = now - verifier.answered_at
+            is_decoded = bool(batch.rounds.min() > 0)  # not the first tokens after prompts
+            is_plain = is_decoded and int(batch.num_sent.max()) == 0
+            self._planner.verification_took(count, verification, is_plain)
+            if is_decoded:
+                self._statistics.count_round(verifier.all_hit, verifier.answered_at - verifier.taken_at, verification)
+                num_tokens = count + int(batch.accepted.sum())
+                self._planner.round_took(count, verifier.is_sampled, num_tokens, now - verifier.taken_at)
+        rows = verifier.row[batch.slots]
+        verifier.is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > count
+        self._is_sampled, self._rests = verifier.is_sampled, self._planner.rests(count, verifier.is_sampled)
 
     def note_answers(self) -> None:
         """Note when a verifier has all its answers: its next verification begins about then."""
@@ -162,7 +170,7 @@ class Outcomes:
         if _count(told) < len(rows):
             columns = [column[told] for column in columns]
         rounds, source, accepted, *others = columns
-        self._planner.observe(source, accepted, *others)
+        self._planner.observe(source, accepted, *others, is_sampled=self._is_sampled)
         decoded = rounds > 0
         self._statistics.count_verified(source[decoded], accepted[decoded])
 

@@ -112,12 +112,15 @@ class Outlook:
         promised = self._promised[Source.HIT]
         if now is None or promised[depth] == 0:
             return depth
-        times = [finishing_time(d, now.times.table_step, now.times.draft_step) for d in range(1, self._lookahead + 1)]
-        rates = np.minimum(now.primary.hit_rate * promised[1:] / promised[depth], 1.0)
-        speedups = [
-            speedup_with(SpeculatorQuality(*quality), now.backups[backup], batch_size)
-            for quality in zip(times, self._tokens[Source.HIT].tolist(), rates.tolist(), strict=True)
-        ]
+        rates = np.minimum(now.primary.hit_rate * promised[1:] / promised[depth], 1.0).tolist()
+        verifications = self._measured.relative_verification(batch_size, depth).tolist()
+        tokens, fallback = self._tokens[Source.HIT].tolist(), now.backups[backup]
+        speedups = []
+        for d, (expected, rate, unit) in enumerate(zip(tokens, rates, verifications, strict=True), 1):
+            # Times are in units of a verification, which is shorter where it has less to verify.
+            took = finishing_time(d, now.times.table_step / unit, now.times.draft_step / unit)
+            scaled = fallback._replace(time=fallback.time / unit)
+            speedups.append(speedup_with(SpeculatorQuality(took, expected, rate), scaled, batch_size) / unit)
         return best_depth(np.array(speedups), depth, _MARGIN)
 
     def best_jit_depth(self, batch_size: int, depth: int, jit_depth: int) -> int:

@@ -22,7 +22,7 @@ from speculator_service.outlook import Forecast, Outlook
 from speculator_service.plan import Plan, PlannerSnapshot, make_plan
 from speculator_service.planner_settings import AUTO, PlannerSettings
 from speculator_service.resting import Resting
-from speculator_service.round_times import VERIFICATION, RoundTimes
+from speculator_service.round_times import PLAIN, VERIFICATION, RoundTimes
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
 from speculator_service.saguaro.downweight_tuning import DownweightTuner
 from speculator_service.saguaro.fallback import PRIMARY, FallbackPolicy
@@ -70,7 +70,11 @@ class Planner:
         self.max_candidates = min(self.num_outcomes + 2, vocab_size)
         """Candidates that any list may need at a position."""
         self._settings, self._lookahead, self._vocab_size, self._clock = settings, lookahead, vocab_size, clock
-        self._measured = Measurements(lookahead, min(max(self.num_outcomes, 1), _MAX_RANKS))
+        ranks, times = min(max(self.num_outcomes, 1), _MAX_RANKS), RoundTimes()
+        self._kinds = [Measurements(lookahead, ranks, times) for _ in range(2)]
+        """Of greedy and of sampled batches: a temperature lowers acceptance at once."""
+        self._measured = self._kinds[0]
+        """Of the kind of the last batch."""
         self._tuner = DownweightTuner()
         self._resting = Resting()
         self._policy = FallbackPolicy(list(BACKUPS))
@@ -98,6 +102,8 @@ class Planner:
         num_known: NDArray[np.integer],
         downweight: NDArray[np.floating],
         hit: NDArray[np.bool_],
+        *,
+        is_sampled: bool = False,
     ) -> None:
         """Count the outcomes of a round; all arguments are [b], and not to be changed afterwards.
 
@@ -107,7 +113,11 @@ class Planner:
             source, num_accepted, num_sent, rank, num_known: see `OutcomeEstimates.observe`.
             downweight: C with which the verified speculation was sampled; not a number where it was not sampled.
             hit: whether the outcome was prepared.
+            is_sampled: whether most of the batch is; a number, not an array.
         """
+        if self._kinds[is_sampled] is not self._measured:
+            self._count_observed()
+            self._measured = self._kinds[is_sampled]
         self._observed.append((source, num_accepted, num_sent, rank, num_known, downweight, hit))
         self._new_outcomes += len(source)
         if len(self._observed) >= _MOST_KEPT:
@@ -124,9 +134,9 @@ class Planner:
         if self._settings.downweight == AUTO and sampled.any():
             self._tuner.observe(downweight[sampled], num_accepted[sampled], hit[sampled])
 
-    def verification_took(self, batch_size: int, seconds: float) -> None:
-        """A verifier's batch took so long from the last answer to its next outcomes."""
-        self._measured.times.add(VERIFICATION, batch_size, seconds)
+    def verification_took(self, batch_size: int, seconds: float, is_plain: bool = False) -> None:
+        """A verifier's batch took so long from the last answer to its next outcomes; ``is_plain``: without drafts."""
+        self._measured.times.add(PLAIN if is_plain else VERIFICATION, batch_size, seconds)
         self._batch_sizes.append(batch_size)
 
     def round_took(self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float) -> None:

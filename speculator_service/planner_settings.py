@@ -39,7 +39,7 @@ class PlannerSettings:
     """Saguaro's C in [0, 1], or `AUTO`."""
     adapt_depth: bool = True
     """Whether fewer than K tokens are drafted where times and acceptance say so."""
-    rest: bool = False
+    rest: bool = True
     """Whether nothing is drafted where plain decoding was measured to be faster."""
 
     def __post_init__(self) -> None:

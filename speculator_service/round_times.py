@@ -9,6 +9,9 @@ from speculator_service.saguaro.domain import check_at_least
 VERIFICATION = "verification"
 """Kind of the time from the last answer to a verifier's batch to its next outcomes; others are `StepKind`."""
 
+PLAIN = "plain"
+"""Kind of the same time where nothing was verified but the bonus token."""
+
 _WINDOW = 32
 """Samples kept of a kind and bucket: enough for a median that one late step does not move, few enough to follow."""
 

@@ -252,10 +252,11 @@ class Loop:
         disagreement: float = 0.35,
         backup: str = "primary",
         adapt_depth: bool = False,
+        rest: bool = False,
         **settings: Any,
     ) -> Loop:
         written = fan_out if isinstance(fan_out, int | str) else tuple(fan_out)
-        options = PlannerSettings(fan_out=written, backup=backup, adapt_depth=adapt_depth, **settings)
+        options = PlannerSettings(fan_out=written, backup=backup, adapt_depth=adapt_depth, rest=rest, **settings)
         planner = Planner(options, lookahead, VOCAB)
         draft = TabularDraft(
             max_sequences,

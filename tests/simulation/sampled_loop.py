@@ -52,7 +52,7 @@ class SampledLoop:
     """A wrong verifier, for tests that must fail: takes sampled drafts by the ratio rule with q = p."""
 
     def __post_init__(self) -> None:
-        options = {"fan_out": 1, "backup": "primary", "adapt_depth": False, **(self.settings or {})}
+        options = {"fan_out": 1, "backup": "primary", "adapt_depth": False, "rest": False, **(self.settings or {})}
         planner = Planner(PlannerSettings(**options), self.lookahead, VOCAB)
         self.draft = TabularDraft(
             self.batch,

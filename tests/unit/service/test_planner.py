@@ -217,6 +217,36 @@ class TestDepth:
         planner.replan()
         assert planner.plan.depth == 4
 
+    def test_is_less_where_verification_takes_longer_the_more_it_verifies(self) -> None:
+        """E(D) = (1 - .4^(D + 1)) / .6, T(D) = .2 + .8 D / 6 where tables are free: E / T is largest for one token."""
+        planner = make(6, backup="empty")
+        OutcomeStream(np.full(6, 0.4), power_law_ranks(6, 0.5, 1)).run(planner, 200)
+        tell_times(planner, 1.0, 0.01, 0.01)
+        planner.replan()
+        assert planner.plan.depth == 6, "all verifications are believed to take the same time"
+        for _ in range(40):
+            planner.verification_took(1, 0.2, is_plain=True)
+        planner.replan()
+        assert planner.plan.depth == 1
+
+    def test_greedy_batches_are_not_judged_by_sampled_ones(self) -> None:
+        planner = make(6, backup="empty")
+        stream = OutcomeStream(np.full(6, 0.95), power_law_ranks(6, 0.5, 1))
+        stream.run(planner, 200)
+        tell_times(planner, 1.0, 0.1, 0.1)
+        planner.replan()
+        depth, promised = planner.plan.depth, planner.snapshot().sources[Source.HIT].acceptance_rate
+        seldom = np.zeros(64, np.int64)
+        for _ in range(50):
+            others = (seldom, seldom, seldom + 6, seldom - 1, seldom, np.full(64, np.nan), np.zeros(64, np.bool_))
+            planner.observe(*others, is_sampled=True)
+        planner.replan()
+        assert planner.snapshot().sources[Source.HIT].acceptance_rate < 0.1
+        stream.run(planner, 1)
+        planner.replan()
+        assert planner.snapshot().sources[Source.HIT].acceptance_rate == pytest.approx(promised, abs=0.02)
+        assert planner.plan.depth == depth
+
     def test_stays_where_it_is_fixed(self) -> None:
         planner = make(6, adapt_depth=False)
         tell_times(planner, 1.0, 0.5, 0.5)

@@ -44,12 +44,13 @@ def parse_arguments() -> argparse.Namespace:
     write.add_argument("--length", type=int, default=384, help="tokens of a row (%(default)s)")
     write.add_argument("--max-answer", type=int, default=256, help="tokens (%(default)s)")
     learn = parser.add_argument_group("train")
-    learn.add_argument("--layers", type=int, nargs="+", default=[0, 1, 29], help="of the target to begin with")
+    learn.add_argument("--layers", type=int, nargs="+", default=[0, 1, 2], help="of the target to begin with")
     learn.add_argument("--tokens", type=int, default=8192, help="that the draft may propose (%(default)s)")
-    learn.add_argument("--steps", type=int, default=1500, help="%(default)s")
-    learn.add_argument("--batch-rows", type=int, default=12, help="of a step (%(default)s)")
-    learn.add_argument("--learning-rate", type=float, default=1e-3, help="%(default)s")
+    learn.add_argument("--steps", type=int, default=2000, help="%(default)s")
+    learn.add_argument("--batch-rows", type=int, default=24, help="of a step (%(default)s)")
+    learn.add_argument("--learning-rate", type=float, default=3e-3, help="%(default)s")
     learn.add_argument("--held-out", type=int, default=48, help="rows to measure with (%(default)s)")
+    learn.add_argument("--resume", type=Path, metavar="FILE", help="go on from these weights, with their token map")
     learn.add_argument("--output", type=Path, default=WEIGHTS, help="%(default)s")
     return parser.parse_args()
 
@@ -82,8 +83,12 @@ def train(arguments: argparse.Namespace, model_path: str) -> None:
     model, tokenizer = load(model_path)
     torch.manual_seed(arguments.seed)
     vocab_size = model.config.vocab_size
-    token_map = choose_tokens(corpus, vocab_size, tokenizer.all_special_ids, arguments.tokens)
-    student = Student(model, arguments.layers, token_map)
+    if arguments.resume is None:
+        token_map = choose_tokens(corpus, vocab_size, tokenizer.all_special_ids, arguments.tokens)
+        student = Student(model, arguments.layers, token_map)
+    else:
+        student = Student.read(model, arguments.resume)
+        token_map = student.token_map.numpy()
     del model
     measured = Batches(held_out, token_map, vocab_size)
     begin, every, losses = time.monotonic(), max(1, arguments.steps // 20), [0.0]
@@ -96,12 +101,15 @@ def train(arguments: argparse.Namespace, model_path: str) -> None:
         mean = sum(losses[-every:]) / len(losses[-every:])
         seconds = time.monotonic() - begin
         say(f"step {step} of {arguments.steps}, {seconds:.0f} s, loss {mean:.3f}; held out {told(found)}")
-        if step == arguments.steps:
-            student.save(arguments.output, about(found))
+        student.save(arguments.output, about(step, found))
 
-    def about(found: Score) -> dict[str, str]:
-        written = {"target": Path(model_path).name, "layers": str(arguments.layers), "rows": str(len(corpus))}
-        return written | {"steps": str(arguments.steps), "held_out": json.dumps(found._asdict())}
+    def about(step: int, found: Score) -> dict[str, str]:
+        written = {
+            "target": Path(model_path).name,
+            "rows": str(len(corpus)),
+            "resumed": str(arguments.resume is not None),
+        }
+        return written | {"steps": f"{step} of {arguments.steps}", "held_out": json.dumps(found._asdict())}
 
     say(f"{len(corpus)} rows, {corpus.is_written.sum()} written tokens")
     say(f"at first: {told(score(student, measured, len(held_out), arguments.batch_rows))}")

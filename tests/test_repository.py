@@ -111,7 +111,7 @@ class TestEnvironmentKey:
         same["tool"]["ruff"]["line-length"] = 1
         same["project"]["version"] = "99"
         assert environment.environment_key(same) == key
-        for change in ("dependencies", "test", "dev", "figures"):
+        for change in ("dependencies", "test", "dev", "figures", "chat"):
             other = copy.deepcopy(pyproject)
             lists = other["project"] if change == "dependencies" else other["project"]["optional-dependencies"]
             lists[change].append("another-package")

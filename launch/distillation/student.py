@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from distillation.corpus import Corpus
+from ssd_proto.errors import ConfigError
 
 TOKEN_MAP = "token_map"
 """Name of the tokens of the output layer among the weights."""
@@ -36,6 +39,24 @@ class Student(nn.Module):
         self.model.norm.load_state_dict(target.model.norm.state_dict())
         self.token_map = torch.from_numpy(token_map)
         self.head = target.get_output_embeddings().weight.detach()[self.token_map].float()
+
+    @classmethod
+    def read(cls, target: PreTrainedModel, path: Path) -> Self:
+        """The student that `save` wrote.
+
+        Raises:
+            ConfigError: the file cannot be read, or is not of this target's student.
+        """
+        try:
+            weights = load_file(path)
+            token_map = weights.pop(TOKEN_MAP).to(torch.int64).numpy()
+            num_layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
+            student = cls(target, range(num_layers), token_map)
+            student.load_state_dict({name: weight.float() for name, weight in weights.items()}, strict=False)
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"The weights {path} cannot be gone on from ({reason}): leave out --resume.") from error
+        return student
 
     def forward(self, tokens: torch.Tensor, starts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Logits [n, V'] after the n wanted tokens of rows [b, T] of documents that begin at ``starts`` [b, T]."""

@@ -157,6 +157,11 @@ class TestStudent:
         assert np.array_equal(batch.probs.numpy() > 0, is_mapped)
         assert np.array_equal(token_map[batch.columns.numpy()[is_mapped]], likeliest[is_mapped])
 
+    def test_weights_that_are_none(self, target: Any, tmp_path: Path) -> None:
+        (tmp_path / "draft.safetensors").write_bytes(b"none")
+        with pytest.raises(ConfigError, match="cannot be gone on from"):
+            Student.read(target, tmp_path / "draft.safetensors")
+
     def test_learns_and_becomes_a_checkpoint(
         self, target: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -172,6 +177,8 @@ class TestStudent:
 
         monkeypatch.setenv("SGLANG_SSD_MODEL_CACHE", str(tmp_path / "models"))
         student.save(tmp_path / "draft.safetensors", {"steps": "30"})
+        again = Student.read(target, tmp_path / "draft.safetensors")
+        assert score(again, batches, ROWS, 4).loss == pytest.approx(after.loss, abs=0.02)
         folder = draft_checkpoint(TARGET, tmp_path / "draft.safetensors")
         assert draft_checkpoint(TARGET, tmp_path / "draft.safetensors") == folder
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -74,7 +74,7 @@ class Outcomes:
             if is_decoded:
                 self._statistics.count_round(verifier.all_hit, verifier.answered_at - verifier.taken_at, verification)
                 num_tokens = count + int(batch.accepted.sum())
-                self._planner.round_took(count, verifier.is_sampled, num_tokens, now - verifier.taken_at)
+                self._planner.round_took(count, verifier.is_sampled, num_tokens, now - verifier.taken_at, is_plain)
         rows = verifier.row[batch.slots]
         verifier.is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > count
         self._is_sampled, self._rests = verifier.is_sampled, self._planner.rests(count, verifier.is_sampled)

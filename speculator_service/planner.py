@@ -139,9 +139,11 @@ class Planner:
         self._measured.times.add(PLAIN if is_plain else VERIFICATION, batch_size, seconds)
         self._batch_sizes.append(batch_size)
 
-    def round_took(self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float) -> None:
+    def round_took(
+        self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float, is_plain: bool = False
+    ) -> None:
         """A verifier's batch took so long from outcomes to outcomes, and got so many tokens."""
-        self._resting.round_took(batch_size, is_sampled, num_tokens, seconds)
+        self._resting.round_took(batch_size, is_sampled, num_tokens, seconds, is_plain)
 
     def step_took(self, kind: StepKind, batch_size: int, seconds: float) -> None:
         """A step of the draft model for so many sequences: DRAFT, those that missed, or TABLE; others do not count."""

@@ -26,6 +26,8 @@ _WINDOW: Final = 64
 """Rounds that are remembered of each way."""
 _OUTLIER: Final = 4.0
 """A round does not count for longer than so many median ones: others' prefills are not its fault."""
+_PATIENCE: Final = 64
+"""Rounds without drafts after a rest that are not held against speculation."""
 _MARGIN: Final = 0.02
 """Least relative gain that is worth a change."""
 
@@ -60,9 +62,11 @@ class Resting:
         """Whether the next round of such a batch goes without speculation."""
         return self._case(batch_size, is_sampled).is_resting
 
-    def round_took(self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float) -> None:
-        """A round of such a batch yielded so many tokens, from outcomes to outcomes."""
-        self._case(batch_size, is_sampled).add(num_tokens / batch_size, seconds)
+    def round_took(
+        self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float, is_plain: bool = False
+    ) -> None:
+        """A round of such a batch yielded so many tokens, from outcomes to outcomes; ``is_plain``: without drafts."""
+        self._case(batch_size, is_sampled).add(num_tokens / batch_size, seconds, is_plain)
 
     @property
     def num_resting(self) -> int:
@@ -88,9 +92,14 @@ class _Case:
         self._rounds: dict[bool, deque[tuple[float, float]]] = {way: deque(maxlen=_WINDOW) for way in (False, True)}
         self._interval = _INTERVAL // 2
         self._left, self._to_skip = first_interval, _TRIALS[False].num_skipped
+        self._patience = 0
 
-    def add(self, num_tokens: float, seconds: float) -> None:
+    def add(self, num_tokens: float, seconds: float, is_plain: bool) -> None:
         """A round of the present way: tokens of a sequence, and seconds."""
+        if self._patience > 0 and is_plain:
+            self._patience -= 1  # the texts that were put out meanwhile are still being computed
+            return
+        self._patience = 0
         if self._to_skip > 0:
             self._to_skip -= 1
         else:
@@ -103,6 +112,7 @@ class _Case:
         """Begin a trial, or end it and decide."""
         if self.is_resting == self.choice:
             self.is_resting = not self.choice
+            self._rounds[self.is_resting].clear()  # of another load, perhaps
             trial = _TRIALS[self.is_resting]
             self._left = trial.num_skipped + trial.num_measured
         else:
@@ -119,6 +129,7 @@ class _Case:
             self.choice = self.choice != is_better
             self.is_resting, self._left = self.choice, self._interval
         self._to_skip = _TRIALS[self.is_resting].num_skipped
+        self._patience = 0 if self.is_resting else _PATIENCE
 
     def _speed(self, way: bool) -> float:
         tokens, seconds = np.array(self._rounds[way]).T

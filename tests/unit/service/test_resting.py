@@ -85,3 +85,25 @@ def test_a_prefill_within_a_round_does_not_count_against_it() -> None:
         seconds = 1.0 if rests else 1.5
         resting.round_took(4, False, 4 if rests else 12, 400.0 if number % 40 == 7 and not rests else seconds)
     assert resting.num_resting == 0
+
+
+def test_texts_that_are_computed_after_a_rest_do_not_count_against_speculation() -> None:
+    """A changed load: speculation is twice as fast now, but each trial has first to compute what was put out."""
+    resting = Resting()
+    Load(resting, 1.5, 2.5).run(1000)
+    assert resting.num_resting == 1
+    since = 0
+    for _ in range(NUM_ROUNDS):
+        rests = resting.rests(4, True)
+        since = 0 if rests else since + 1
+        is_plain = rests or since <= 30
+        resting.round_took(4, True, 4 if is_plain else 8, 1.0, is_plain)
+    assert resting.num_resting == 0
+
+
+def test_a_service_that_never_catches_up_goes_on_resting() -> None:
+    resting = Resting()
+    Load(resting, 1.5, 2.5).run(1000)
+    for _ in range(NUM_ROUNDS):
+        resting.round_took(4, True, 4, 1.0 if resting.rests(4, True) else 1.2, is_plain=True)
+    assert resting.num_resting == 1

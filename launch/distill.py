@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from chat.pair import WEIGHTS
 from chat.smollm2 import target_checkpoint
 from children import end_on_signals, say
 
@@ -51,15 +50,24 @@ def parse_arguments() -> argparse.Namespace:
     learn.add_argument("--learning-rate", type=float, default=3e-3, help="%(default)s")
     learn.add_argument("--held-out", type=int, default=48, help="rows to measure with (%(default)s)")
     learn.add_argument("--resume", type=Path, metavar="FILE", help="go on from these weights, with their token map")
-    learn.add_argument("--output", type=Path, default=WEIGHTS, help="%(default)s")
-    return parser.parse_args()
+    learn.add_argument("--output", type=Path, help="of the weights, written anew at each report")
+    arguments = parser.parse_args()
+    for name in ("parts", "rows", "length", "max_answer", "tokens", "steps", "batch_rows", "held_out"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.stage == "train" and arguments.output is None:
+        parser.error("train needs --output FILE for the weights")
+    return arguments
 
 
 def write(arguments: argparse.Namespace, model_path: str) -> None:
-    """All parts that are not there."""
+    """All parts that are not there. Raises `ConfigError`."""
     import numpy as np
+    from distillation.corpus import check_about
     from distillation.writer import Writer
 
+    about = {"target": Path(model_path).name, "seed": arguments.seed}
+    check_about(arguments.folder, about)
     model, tokenizer = load(model_path)
     writer = Writer(model, tokenizer.eos_token_id, arguments.rows, arguments.length, arguments.max_answer)
     for number in range(arguments.parts):
@@ -67,7 +75,7 @@ def write(arguments: argparse.Namespace, model_path: str) -> None:
             continue
         seed = [arguments.seed, number]
         corpus = writer.write(prompts_of(tokenizer, seed), np.random.default_rng(seed), progress(f"part {number}", 32))
-        corpus.write(arguments.folder, number, {"model": model_path, "seed": arguments.seed})
+        corpus.write(arguments.folder, number, about)
 
 
 def train(arguments: argparse.Namespace, model_path: str) -> None:
@@ -80,9 +88,13 @@ def train(arguments: argparse.Namespace, model_path: str) -> None:
     from distillation.training import train as train_student
 
     corpus, held_out = Corpus.read(arguments.folder).split(arguments.held_out)
+    if len(corpus) < arguments.batch_rows:
+        raise ConfigError(f"There are {len(corpus)} rows to train on: write more, or lower --batch-rows.")
     model, tokenizer = load(model_path)
     torch.manual_seed(arguments.seed)
-    vocab_size = model.config.vocab_size
+    vocab_size, num_layers = model.config.vocab_size, model.config.num_hidden_layers
+    if not all(0 <= layer < num_layers for layer in arguments.layers):
+        raise ConfigError(f"--layers has {arguments.layers}: the target has the layers 0 to {num_layers - 1}.")
     if arguments.resume is None:
         token_map = choose_tokens(corpus, vocab_size, tokenizer.all_special_ids, arguments.tokens)
         student = Student(model, arguments.layers, token_map)
@@ -124,12 +136,19 @@ def told(found: Any) -> str:
 
 
 def load(model_path: str) -> tuple[Any, Any]:
-    """Target in float32 and its tokenizer."""
+    """Target in float32 and its tokenizer. Raises `ConfigError`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(model_path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"The target {model_path} cannot be loaded ({reason}): name a folder with a model."
+        ) from error
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def prompts_of(tokenizer: Any, seed: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -49,7 +49,8 @@ class SSDWorker(BaseSpecWorker):
         self._lookahead: int = get_spec().speculative_num_steps
         self._tp_group = get_parallel().tp_group
         # Graphs are captured for K + 1 tokens, and other ranks expect so many.
-        self._is_narrow = self._device == "cpu" and self._tp_group.world_size == 1
+        has_graphs = self._device != "cpu" or server_args.enable_torch_compile
+        self._is_narrow = not has_graphs and self._tp_group.world_size == 1
         self._plan_stream, self._plan_stream_ctx = get_plan_stream(self._device)
         self._speculation: Speculation | None = None  # rank 0 only
         self._trace = open_trace(verifier_config(server_args).trace, f"verifier, rank {self._tp_group.rank_in_group}")

@@ -98,7 +98,9 @@ class Measurements:
         depths = np.arange(1, self.lookahead + 1)
         full = self.times.median(VERIFICATION, batch_size)
         plain = self.times.median(PLAIN, batch_size)
-        if RoundTimes.bucket(batch_size) not in self.times.buckets(PLAIN) or not full or not plain or plain >= full:
+        bucket = RoundTimes.bucket(batch_size)
+        is_known = all(bucket in self.times.buckets(kind) for kind in (VERIFICATION, PLAIN))
+        if not is_known or not full or not plain or plain >= full:
             return np.ones(self.lookahead)
         share = plain / full
         times: NDArray[np.float64] = share + (1 - share) * depths / depth

@@ -16,6 +16,7 @@ from speculator_service.outcome_batch import OutcomeBatch, judge
 from speculator_service.phase import Phase
 from speculator_service.planner import Planner
 from speculator_service.publisher import Publisher, reply_empty
+from speculator_service.round_times import RoundTimes
 from speculator_service.rows import Rows, Settled
 from speculator_service.saguaro.sources import Source
 from speculator_service.sessions import NO_ROW, Verifier
@@ -65,19 +66,28 @@ class Outcomes:
 
     def _begin_round(self, verifier: Verifier, batch: OutcomeBatch, now: float) -> None:
         """Have the planner learn from the round that ended with a batch, and say how the next one goes on."""
-        count = len(batch.slots)
+        is_decoded = bool(batch.rounds.min() > 0)
         if verifier.answered_at is not None:
             verification = now - verifier.answered_at
-            is_decoded = bool(batch.rounds.min() > 0)  # not the first tokens after prompts
             is_plain = is_decoded and int(batch.num_sent.max()) == 0
-            self._planner.verification_took(count, verification, is_plain)
+            self._planner.verification_took(len(batch.slots), verification, is_plain)
             if is_decoded:
                 self._statistics.count_round(verifier.all_hit, verifier.answered_at - verifier.taken_at, verification)
-                num_tokens = count + int(batch.accepted.sum())
-                self._planner.round_took(count, verifier.is_sampled, num_tokens, now - verifier.taken_at, is_plain)
-        rows = verifier.row[batch.slots]
-        verifier.is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > count
-        self._is_sampled, self._rests = verifier.is_sampled, self._planner.rests(count, verifier.is_sampled)
+                self._tell_duration(verifier, batch, now)
+        if is_decoded:  # first tokens after prompts join a batch that is decided about with its own outcomes
+            rows = verifier.row[batch.slots]
+            is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > len(rows)
+            verifier.decision = self._planner.decide(len(rows), is_sampled)
+        decision = verifier.decision
+        self._is_sampled, self._rests = (decision.is_sampled, decision.rests) if decision else (False, False)
+
+    def _tell_duration(self, verifier: Verifier, batch: OutcomeBatch, now: float) -> None:
+        """Tell the planner how long the round took, if it was the one that was decided about."""
+        count, decision = len(batch.slots), verifier.decision
+        if decision is not None and RoundTimes.bucket(decision.batch_size) == RoundTimes.bucket(count):
+            tokens, seconds = 1 + float(batch.accepted.mean()), now - verifier.taken_at
+            is_plain = 2 * _count(batch.num_sent > 0) < count
+            self._planner.round_took(decision, tokens, seconds, is_plain)
 
     def note_answers(self) -> None:
         """Note when a verifier has all its answers: its next verification begins about then."""
@@ -116,8 +126,6 @@ class Outcomes:
         if not len(rows):
             return
         state = self._rows
-        if not self._rests:
-            state.wake(rows)
         in_prompt = (state.phase[rows] == Phase.PREFILL) | (state.phase[rows] == Phase.REST)
         if num_in_prompt := _count(in_prompt):
             self._grow_prompts(rows[in_prompt], batch.pick(in_prompt))
@@ -150,11 +158,11 @@ class Outcomes:
         if num_hits < len(rows):
             missed = rows[~(hit | settled.kept | is_stopped)]
             if len(missed):
-                self._fall_back(missed, planner.choose_backup(len(rows), len(missed)))
+                backup = Source.EMPTY if self._rests else planner.choose_backup(len(rows), len(missed))
+                self._fall_back(missed, backup)
                 phase = state.phase[rows]
         if self._rests:
-            state.depth[rows[phase == Phase.DRAFT]] = 0  # what is prepared is verified, nothing is drafted for
-            self._publisher.reply(rows)
+            self._publisher.reply(rows)  # with what is prepared, as far as it is: nothing more is drafted
             state.rest(rows)
         else:
             self._publisher.reply(rows[phase != Phase.DRAFT])
@@ -184,12 +192,22 @@ class Outcomes:
             self._rows.give(rows, backup, nothing, np.zeros(len(rows), np.int64))
 
     def _grow_prompts(self, rows: NDArray[np.int64], batch: OutcomeBatch) -> None:
-        """Outcomes of rows whose text is not computed yet: more of it. Nobody waits for more than one chunk."""
+        """Outcomes of rows whose text is not computed yet: more of it. Nobody waits for more than one chunk.
+
+        Nor after a rest, which as a rule ends for many rows at once.
+        """
         state = self._rows
         state.commit(rows, batch.accepted, batch.bonus, batch.tokens)
-        late = rows if self._rests else rows[state.committed[rows] - state.computed[rows] > self._chunk]
+        if self._rests:
+            self._publisher.reply(rows)
+            state.rest(rows)
+            self._statistics.outcomes[OutcomeKind.RESTED] += len(rows)
+            return
+        is_late = state.committed[rows] - state.computed[rows] > self._chunk
+        late = rows[is_late | (state.phase[rows] == Phase.REST)]
+        state.wake(rows)
         self._publisher.reply(late)
-        self._statistics.outcomes[OutcomeKind.RESTED if self._rests else OutcomeKind.UNSERVED] += len(late)
+        self._statistics.outcomes[OutcomeKind.UNSERVED] += len(late)
 
 
 def _count(flags: NDArray[np.bool_]) -> int:

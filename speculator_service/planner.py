@@ -21,7 +21,7 @@ from speculator_service.measurements import Measurements
 from speculator_service.outlook import Forecast, Outlook
 from speculator_service.plan import Plan, PlannerSnapshot, make_plan
 from speculator_service.planner_settings import AUTO, PlannerSettings
-from speculator_service.resting import Resting
+from speculator_service.resting import Decision, Resting
 from speculator_service.round_times import PLAIN, VERIFICATION, RoundTimes
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
 from speculator_service.saguaro.downweight_tuning import DownweightTuner
@@ -139,11 +139,10 @@ class Planner:
         self._measured.times.add(PLAIN if is_plain else VERIFICATION, batch_size, seconds)
         self._batch_sizes.append(batch_size)
 
-    def round_took(
-        self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float, is_plain: bool = False
-    ) -> None:
-        """A verifier's batch took so long from outcomes to outcomes, and got so many tokens."""
-        self._resting.round_took(batch_size, is_sampled, num_tokens, seconds, is_plain)
+    def round_took(self, decision: Decision, tokens: float, seconds: float, is_plain: bool) -> None:
+        """See `Resting.round_took`."""
+        if self._settings.rest:
+            self._resting.round_took(decision, tokens, seconds, is_plain)
 
     def step_took(self, kind: StepKind, batch_size: int, seconds: float) -> None:
         """A step of the draft model for so many sequences: DRAFT, those that missed, or TABLE; others do not count."""
@@ -157,9 +156,11 @@ class Planner:
         downweight = self._settings.downweight
         return self._tuner.next_arm() if isinstance(downweight, str) else float(downweight)
 
-    def rests(self, batch_size: int, is_sampled: bool) -> bool:
+    def decide(self, batch_size: int, is_sampled: bool) -> Decision:
         """Whether the next round of such a batch goes without speculation, as plain decoding is faster."""
-        return self._settings.rest and self._resting.rests(batch_size, is_sampled)
+        if self._settings.rest:
+            return self._resting.decide(batch_size, is_sampled)
+        return Decision(batch_size, is_sampled, rests=False)
 
     def choose_backup(self, batch_size: int, num_missed: int) -> int:
         """Source of the answers to the ``num_missed`` misses of a batch (Theorem 17). Microseconds."""

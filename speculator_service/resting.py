@@ -32,6 +32,15 @@ _MARGIN: Final = 0.02
 """Least relative gain that is worth a change."""
 
 
+class Decision(NamedTuple):
+    """How a batch goes on."""
+
+    batch_size: int
+    is_sampled: bool
+    rests: bool
+    """Whether its next round goes without speculation."""
+
+
 class _Trial(NamedTuple):
     """Rounds spent on a way that is tried."""
 
@@ -49,24 +58,29 @@ class Resting:
 
     >>> resting = Resting()
     >>> for _ in range(1000):  # twice the tokens in three times the time
-    ...     rests = resting.rests(8, True)
-    ...     resting.round_took(8, True, num_tokens=8 if rests else 16, seconds=0.01 if rests else 0.03)
-    >>> resting.rests(8, True), resting.rests(8, False), resting.rests(1, True)
-    (True, False, False)
+    ...     decision = resting.decide(8, True)
+    ...     resting.round_took(decision, *((1, 0.01) if decision.rests else (2, 0.03)))
+    >>> [resting.decide(*kind).rests for kind in ((8, True), (8, False), (1, True))]
+    [True, False, False]
     """
 
     def __init__(self) -> None:
         self._cases: dict[tuple[int, bool], _Case] = {}
 
-    def rests(self, batch_size: int, is_sampled: bool) -> bool:
-        """Whether the next round of such a batch goes without speculation."""
-        return self._case(batch_size, is_sampled).is_resting
+    def decide(self, batch_size: int, is_sampled: bool) -> Decision:
+        """How such a batch goes on."""
+        return Decision(batch_size, is_sampled, self._case(batch_size, is_sampled).is_resting)
 
-    def round_took(
-        self, batch_size: int, is_sampled: bool, num_tokens: int, seconds: float, is_plain: bool = False
-    ) -> None:
-        """A round of such a batch yielded so many tokens, from outcomes to outcomes; ``is_plain``: without drafts."""
-        self._case(batch_size, is_sampled).add(num_tokens / batch_size, seconds, is_plain)
+    def round_took(self, decision: Decision, tokens: float, seconds: float, is_plain: bool = False) -> None:
+        """A round that was decided about took so long, from outcomes to outcomes.
+
+        Args:
+            tokens: that a sequence of the batch got on average.
+            is_plain: whether most of its sequences had no drafts.
+        """
+        case = self._case(decision.batch_size, decision.is_sampled)
+        if case.is_resting == decision.rests:  # otherwise another verifier's round has changed it
+            case.add(tokens, seconds, is_plain)
 
     @property
     def num_resting(self) -> int:

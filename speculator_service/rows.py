@@ -136,10 +136,12 @@ class Rows:
         settling.commit(self.state, rows, accepted, bonus, tokens)
 
     def rest(self, rows: NDArray[np.int64]) -> None:
-        """Compute nothing for these rows, whose answers are given, until `wake`."""
+        """Compute nothing for these rows, whose answers are given, until `wake`.
+
+        That comes with an outcome, which commits at least one token: then there is one to compute.
+        """
         self.depth[rows] = 0
         self.computed[rows] = np.minimum(self.computed[rows], self.committed[rows])
-        self.keys[rows] = NO_KEY
         self.phase[rows] = Phase.REST
 
     def wake(self, rows: NDArray[np.int64]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from speculator_service.resting import Decision
 from ssd_proto.channel import SpeculatorChannel
 from ssd_proto.records import Sampling
 from ssd_proto.table import TableShape
@@ -47,8 +48,8 @@ class Verifier:
         """When the last outcomes were answered, all of them; None while some are not, and before the first."""
         self.taken_at = 0.0
         """When they were taken."""
-        self.is_sampled = False
-        """Whether most of their sequences are drawn with a temperature."""
+        self.decision: Decision | None = None
+        """How its running batch goes on; None before the first one."""
         self.all_hit = False
         """Whether they were all hits, none of them short."""
         self.attached = True

@@ -38,14 +38,15 @@ def as_messages(prompts: Sequence[str], model_path: str) -> list[str]:
     Raises:
         ConfigError: the model has no chat template.
     """
+    from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
         return [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in messages]
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, TemplateError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"The model {model_path} has no chat template ({reason}): leave out --chat, or name a chat model."
         ) from error

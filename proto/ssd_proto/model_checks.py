@@ -156,7 +156,8 @@ def model_vocab_size(config: Mapping[str, Any]) -> int:
     """
     vocab_size = _text_config(config).get("vocab_size") or config.get("vocab_size")
     if not isinstance(vocab_size, int):
-        raise ConfigError("The model states no vocab_size in its config.json; give a language model.")
+        called = (config.get("architectures") or [config.get("model_type") or "The model"])[0]
+        raise ConfigError(f"{called} states no vocab_size in its config.json; give a language model.")
     return vocab_size
 
 

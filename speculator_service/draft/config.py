@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from speculator_service.draft.token_map import read_token_map
 from ssd_proto.errors import ConfigError
@@ -78,11 +76,13 @@ class DraftConfig:
                 f"max_total_tokens is {total}, but one sequence with its branches needs {least}; "
                 f"choose at least {least} (for all slots: {self.max_slots * least})."
             )
-        if self.token_map is not None:
-            self._check_token_map(self.token_map, model)
         backend = self.attention_backend or ("shared_trunk" if self.device_type == "cpu" else "triton")
         if backend == "shared_trunk" and self.device_type != "cpu":
             raise ConfigError("The attention backend shared_trunk is for CPU only; use triton, fa3 or flashinfer.")
+        if self.token_map is not None:
+            if backend != "shared_trunk":
+                raise ConfigError("A token map is for drafts on a CPU, with the attention backend shared_trunk.")
+            read_token_map(self.token_map, model_vocab_size(model), self.least_logits)
         threads = self.num_threads or _threads_from_environment()
         return replace(
             self, context_length=context, max_total_tokens=total, attention_backend=backend, num_threads=threads
@@ -92,11 +92,6 @@ class DraftConfig:
     def least_logits(self) -> int:
         """Columns of the logits that are needed: a slot may prepare so many bonus tokens at one place."""
         return self.num_branches + 2
-
-    def _check_token_map(self, path: str, model: Mapping[str, Any]) -> None:
-        if self.device_type != "cpu":
-            raise ConfigError("A token map is for drafts on a CPU only; leave it out with --device cuda.")
-        read_token_map(path, model_vocab_size(model), self.least_logits)
 
     def _check_ranges(self) -> None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:

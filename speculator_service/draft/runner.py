@@ -154,33 +154,45 @@ class DraftRunner:
         return self._forward(batch, plan)
 
     def narrow(self, token_map: NDArray[np.int64]) -> None:
-        """Compute the logits of these tokens [V'] only, in their order. Before any other use, and on a CPU."""
-        model = self._runner.model
-        model.lm_head = _NarrowHead(model.lm_head.weight.detach()[torch.from_numpy(token_map)])
-        self.token_map = token_map
+        """Compute the logits of these tokens [V'] only, in their order. Before any other use, and on a CPU.
+
+        Raises:
+            ConfigError: the output layer is of a kind that cannot be reduced.
+        """
+        head = getattr(self._runner.model, "lm_head", None)
+        weight = getattr(head, "weight", None)
+        is_packed = getattr(head, "use_intel_amx_backend", False)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point() and not is_packed:
+            self._runner.model.lm_head = _NarrowHead(weight.detach()[torch.from_numpy(token_map)])
+            self.token_map = token_map
+        if self.token_map is None or len(self._trial(1)[2]) != len(token_map):  # some models do not use what they have
+            raise ConfigError("The draft model's output layer cannot be reduced; leave out the token map.")
 
     def try_lean(self, context_length: int) -> None:
         """Use the short forward from now on, if it knows the model and computes what the model computes.
 
-        To be called before any cell holds something: the comparison writes to the first cells.
+        To be called before any cell holds something.
         """
-        runner, count = self._runner, min(4, context_length)
+        runner = self._runner
         pool = runner.token_to_kv_pool
         num_logits = self.vocab_size if self.token_map is None else len(self.token_map)
         lean = make_lean(runner.model, pool.k_buffer, pool.v_buffer, context_length, num_logits)
         if lean is None:
             return
-        cells = CellTable(np.arange(1, count + 1), 1, 0, 1, count)
-        cells.reserve(0, count)
-        plan = plan_extend(cells, 0, 0, count)
-        tokens = torch.arange(count)
-        wanted = self.extend(tokens, plan.written, row=0, start=0, plan=plan)
+        tokens, plan, wanted = self._trial(min(4, context_length))
         with torch.inference_mode():
             got = lean(tokens, plan, last_only=True)[0]
         if agrees(got, wanted):
             self._lean = lean
         else:
             logger.warning("The short CPU forward differs from SGLang's for this model and is not used.")
+
+    def _trial(self, count: int) -> tuple[torch.Tensor, AttentionPlan, torch.Tensor]:
+        """Tokens of a short prompt, its plan, and the logits of its last position. Writes to the first cells."""
+        cells = CellTable(np.arange(1, count + 1), 1, 0, 1, count)
+        cells.reserve(0, count)
+        plan, tokens = plan_extend(cells, 0, 0, count), torch.arange(count)
+        return tokens, plan, self.extend(tokens, plan.written, row=0, start=0, plan=plan)
 
     def _batch(
         self,

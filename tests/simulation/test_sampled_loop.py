@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sampled_loop import VOCAB, SampledLoop
 
+from speculator_service.resting import Decision
 from ssd_proto.records import ProposalKind, Sampling
 from tests.statistical.chi_square import chi_square_deviation
 
@@ -76,7 +77,9 @@ def test_a_verifier_that_mistakes_q_is_found_out() -> None:
 def test_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SampledLoop(seed=13)
     rng = np.random.default_rng(13)
-    monkeypatch.setattr(loop.speculator.planner, "rests", lambda batch_size, is_sampled: bool(rng.random() < 0.4))
+    monkeypatch.setattr(
+        loop.speculator.planner, "decide", lambda *batch: Decision(*batch, rests=bool(rng.random() < 0.4))
+    )
     assert deviation(loop) < LIMIT
     assert loop.kinds[ProposalKind.HIT] > 150
     assert loop.kinds[ProposalKind.EMPTY] > 150

@@ -57,7 +57,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"), [({"num_branches": 60}, "62 are needed"), ({"device": "cuda:1"}, "on a CPU only")]
+    ("changes", "words"), [({"num_branches": 60}, "62 are needed"), ({"device": "cuda:1"}, "for drafts on a CPU")]
 )
 def test_refused_before_the_model_is_loaded(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     settings = {"max_slots": 2, "num_branches": 4, "lookahead": 2, "token_map": saved(tmp_path, list(range(30)))}

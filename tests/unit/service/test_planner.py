@@ -229,6 +229,13 @@ class TestDepth:
         planner.replan()
         assert planner.plan.depth == 1
 
+    def test_nothing_is_tried_with_no_rest(self) -> None:
+        planner = make(4, rest=False)
+        for _ in range(500):
+            planner.round_took(planner.decide(4, True), 1.0, 9.0, False)
+        assert not planner.decide(4, True).rests
+        assert planner._resting.num_resting == 0
+
     def test_greedy_batches_are_not_judged_by_sampled_ones(self) -> None:
         planner = make(6, backup="empty")
         stream = OutcomeStream(np.full(6, 0.95), power_law_ranks(6, 0.5, 1))

@@ -22,18 +22,17 @@ class Load:
     def run(self, num_rounds: int) -> None:
         """Decode; a round without speculation takes 1 and yields a token of each sequence."""
         for _ in range(num_rounds):
-            rests = self._resting.rests(self._batch_size, True)
-            seconds = (1.0 if rests else self._seconds) * self._rng.uniform(0.8, 1.2)
-            each = 1.0 if rests else self._tokens + self._rng.uniform(-1, 1)
-            tokens = max(self._batch_size, round(self._batch_size * each))
-            self._resting.round_took(self._batch_size, True, tokens, seconds)
+            decision = self._resting.decide(self._batch_size, True)
+            seconds = (1.0 if decision.rests else self._seconds) * self._rng.uniform(0.8, 1.2)
+            tokens = 1.0 if decision.rests else max(1.0, self._tokens + self._rng.uniform(-1, 1))
+            self._resting.round_took(decision, tokens, seconds)
             self.spent, self.put_out = self.spent + seconds, self.put_out + tokens
-            self.ways.append(rests)
+            self.ways.append(decision.rests)
 
     @property
     def speedup(self) -> float:
         """Over decoding without speculation."""
-        return self.put_out / self._batch_size / self.spent
+        return self.put_out / self.spent
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1.6, 2.4), (3.0, 4.0), (2.0, 2.3)])
@@ -81,9 +80,9 @@ def test_kinds_of_batches_are_told_apart() -> None:
 def test_a_prefill_within_a_round_does_not_count_against_it() -> None:
     resting = Resting()
     for number in range(2000):
-        rests = resting.rests(4, False)
-        seconds = 1.0 if rests else 1.5
-        resting.round_took(4, False, 4 if rests else 12, 400.0 if number % 40 == 7 and not rests else seconds)
+        decision = resting.decide(4, False)
+        tokens, seconds = (1, 1.0) if decision.rests else (3, 1.5)
+        resting.round_took(decision, tokens, 400.0 if number % 40 == 7 and not decision.rests else seconds)
     assert resting.num_resting == 0
 
 
@@ -94,10 +93,10 @@ def test_texts_that_are_computed_after_a_rest_do_not_count_against_speculation()
     assert resting.num_resting == 1
     since = 0
     for _ in range(NUM_ROUNDS):
-        rests = resting.rests(4, True)
-        since = 0 if rests else since + 1
-        is_plain = rests or since <= 30
-        resting.round_took(4, True, 4 if is_plain else 8, 1.0, is_plain)
+        decision = resting.decide(4, True)
+        since = 0 if decision.rests else since + 1
+        is_plain = decision.rests or since <= 30
+        resting.round_took(decision, 1 if is_plain else 2, 1.0, is_plain)
     assert resting.num_resting == 0
 
 
@@ -105,5 +104,16 @@ def test_a_service_that_never_catches_up_goes_on_resting() -> None:
     resting = Resting()
     Load(resting, 1.5, 2.5).run(1000)
     for _ in range(NUM_ROUNDS):
-        resting.round_took(4, True, 4, 1.0 if resting.rests(4, True) else 1.2, is_plain=True)
+        decision = resting.decide(4, True)
+        resting.round_took(decision, 1, 1.0 if decision.rests else 1.2, is_plain=True)
     assert resting.num_resting == 1
+
+
+def test_a_round_that_another_verifier_has_overtaken_does_not_count() -> None:
+    resting = Resting()
+    early = resting.decide(4, True)
+    Load(resting, 1.5, 2.5).run(1000)
+    assert resting.decide(4, True).rests
+    for _ in range(NUM_ROUNDS):
+        resting.round_took(early, 1000, 1.0)
+    assert resting.decide(4, True).rests

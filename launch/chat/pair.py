@@ -66,10 +66,12 @@ def _assemble(target: Path, weights: Path, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file, safe_open, save_file
 
+    from chat.packing import unpacked
+
     config: dict[str, Any] = json.loads((target / "config.json").read_text())
     try:
-        learned = load_file(weights)
-    except SafetensorError as error:
+        learned = unpacked(load_file(weights))
+    except (SafetensorError, KeyError) as error:
         raise ConfigError(f"The draft's weights {weights} are damaged ({error}): get the file again.") from error
     layers = {int(name.split(".")[2]) for name in learned if name.startswith("model.layers.")}
     norm = learned.get("model.norm.weight")
@@ -77,7 +79,8 @@ def _assemble(target: Path, weights: Path, folder: Path) -> None:
         raise ConfigError(f"The weights {weights} are not of a draft for {target.name}: launch/distill makes some.")
     tokens = learned.pop(_TOKENS).tolist()
     with safe_open(target / "model.safetensors", "pt") as whole:
-        learned[_EMBEDDING] = whole.get_tensor(_EMBEDDING).to(torch.bfloat16)
+        learned[_EMBEDDING] = whole.get_tensor(_EMBEDDING)
+    learned = {name: weight.to(torch.bfloat16) for name, weight in learned.items()}
     save_file(learned, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": len(layers)}, indent=1))
     torch.save(tokens, folder / TOKEN_MAP)

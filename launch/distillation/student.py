@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from chat.packing import packed, unpacked
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -48,7 +49,7 @@ class Student(nn.Module):
             ConfigError: the file cannot be read, or is not of this target's student.
         """
         try:
-            weights = load_file(path)
+            weights = unpacked(load_file(path))
             token_map = weights.pop(TOKEN_MAP).to(torch.int64).numpy()
             num_layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
             student = cls(target, range(num_layers), token_map)
@@ -72,8 +73,8 @@ class Student(nn.Module):
         return [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def save(self, path: Path, about: dict[str, str]) -> None:
-        """What differs from the target: the token map, and layers and norm in bfloat16, named as in a checkpoint."""
-        weights = {f"model.{name}": weight.detach().to(torch.bfloat16) for name, weight in self.learned()}
+        """What differs from the target: the token map, and layers and norm, packed and named as in a checkpoint."""
+        weights = packed({f"model.{name}": weight.detach() for name, weight in self.learned()})
         weights[TOKEN_MAP] = self.token_map.to(torch.int32)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")

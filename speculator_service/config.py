@@ -91,7 +91,9 @@ class SpeculatorConfig:
         1.0, f"factor on the request's temperature for sampled drafts, {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE:g}"
     )
     adapt_depth: bool = _option(True, "draft fewer than K tokens where the measured times say that more are too slow")
-    rest: bool = _option(True, "draft nothing where plain decoding turns out to be faster; now and then both are tried")
+    rest: bool = _option(
+        True, "do without tables, or without drafts, where that turns out to be faster; now and then all is tried"
+    )
     max_sequences: int = _option(32, "sequences served at once; others get no speculation until there is room")
     context_length: int | None = _option(None, "longest sequence speculated for, in tokens; default: the model's own")
     max_total_tokens: int | None = _option(None, "KV cells in all; default: enough for max_sequences of 4096 tokens")

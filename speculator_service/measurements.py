@@ -60,10 +60,11 @@ class Measurements:
         rank: NDArray[np.integer],
         num_known: NDArray[np.integer],
         hit: NDArray[np.bool_],
+        has_table: NDArray[np.bool_],
     ) -> None:
-        """Count outcomes [b]; see `OutcomeEstimates.observe`. ``hit``: whether the outcome was prepared."""
+        """Count outcomes [b]; see `Planner.observe`."""
         self.estimates.observe(source, num_accepted, num_sent, rank, num_known)
-        self._hits.observe(source, hit)
+        self._hits.observe(source[has_table], hit[has_table])
         self._tokens.observe(source, num_accepted + 1.0)
 
     def hit_rate(self, source: int, prior: float) -> float:

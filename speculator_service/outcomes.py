@@ -21,6 +21,7 @@ from speculator_service.rows import Rows, Settled
 from speculator_service.saguaro.sources import Source
 from speculator_service.sessions import NO_ROW, Verifier
 from speculator_service.statistics import OutcomeKind, Statistics
+from speculator_service.ways import Way
 from ssd_proto.records import NO_KEY
 
 
@@ -40,8 +41,8 @@ class Outcomes:
     ) -> None:
         self._engine, self._rows, self._planner, self._publisher = engine, rows, planner, publisher
         self._admission, self._statistics, self._chunk, self._clock = admission, statistics, prefill_chunk, clock
-        self._is_sampled = self._rests = False
-        """Of the batch at hand: whether most of it is drawn with a temperature; whether it is not speculated for."""
+        self._way, self._is_sampled = Way.AHEAD, False
+        """Of the batch at hand: how far it is speculated for, and whether most of it is drawn with a temperature."""
         self._suffixes = Suffixes(rows)
         outcome_batch.prepare()
 
@@ -78,16 +79,18 @@ class Outcomes:
             rows = verifier.row[batch.slots]
             is_sampled = 2 * _count(self._rows.temperature[rows[rows != NO_ROW]] > 0) > len(rows)
             verifier.decision = self._planner.decide(len(rows), is_sampled)
-        decision = verifier.decision
-        self._is_sampled, self._rests = (decision.is_sampled, decision.rests) if decision else (False, False)
+        if (decision := verifier.decision) is not None:
+            self._way, self._is_sampled = decision.way, decision.is_sampled
+        else:
+            self._way, self._is_sampled = Way.AHEAD, False
 
     def _tell_duration(self, verifier: Verifier, batch: OutcomeBatch, now: float) -> None:
         """Tell the planner how long the round took, if it was the one that was decided about."""
         count, decision = len(batch.slots), verifier.decision
         if decision is not None and RoundTimes.bucket(decision.batch_size) == RoundTimes.bucket(count):
-            tokens, seconds = 1 + float(batch.accepted.mean()), now - verifier.taken_at
-            is_plain = 2 * _count(batch.num_sent > 0) < count
-            self._planner.round_took(decision, tokens, seconds, is_plain)
+            rows = verifier.row[batch.slots]
+            source = np.where(rows == NO_ROW, Source.EMPTY, self._rows.source[rows])
+            self._planner.round_took(decision, source, batch.accepted, batch.num_sent, now - verifier.taken_at)
 
     def note_answers(self) -> None:
         """Note when a verifier has all its answers: its next verification begins about then."""
@@ -146,7 +149,10 @@ class Outcomes:
         """Apply outcomes to rows whose prompt is computed, and answer those that need no model step."""
         state, planner = self._rows, self._planner
         accepted = batch.accepted
-        settled = state.settle(rows, accepted, batch.bonus, batch.tokens, batch.num_sent, planner.plan.jit_depth)
+        had_table, has_table = state.has_table[rows], self._way is Way.AHEAD
+        state.has_table[rows] = has_table
+        jit_depth = planner.plan_for(has_table).jit_depth
+        settled = state.settle(rows, accepted, batch.bonus, batch.tokens, batch.num_sent, jit_depth)
         hit, is_stopped = settled.adopted, settled.stopped
         if num_hits := _count(hit):
             adopted = rows, settled.branch, settled.prefix, settled.finished
@@ -154,27 +160,31 @@ class Outcomes:
         phase = state.phase[rows]
         self._statistics.count_outcomes(accepted, settled, phase == Phase.FORK)
         told = settled.verified & ~is_stopped
-        self._tell_planner(rows, batch, settled, told)
+        self._tell_planner(rows, batch, settled, had_table, told)
         if num_hits < len(rows):
             missed = rows[~(hit | settled.kept | is_stopped)]
             if len(missed):
-                backup = Source.EMPTY if self._rests else planner.choose_backup(len(rows), len(missed))
-                self._fall_back(missed, backup)
+                self._fall_back(missed, planner.choose_backup(len(rows), len(missed), self._way))
                 phase = state.phase[rows]
-        if self._rests:
+        if self._way is Way.REST:
             self._publisher.reply(rows)  # with what is prepared, as far as it is: nothing more is drafted
             state.rest(rows)
         else:
             self._publisher.reply(rows[phase != Phase.DRAFT])
 
     def _tell_planner(
-        self, rows: NDArray[np.int64], batch: OutcomeBatch, settled: Settled, told: NDArray[np.bool_]
+        self,
+        rows: NDArray[np.int64],
+        batch: OutcomeBatch,
+        settled: Settled,
+        had_table: NDArray[np.bool_],
+        told: NDArray[np.bool_],
     ) -> None:
         """Count the outcomes ``told`` [b], and have the planner learn from them."""
         state = self._rows
         downweight = np.where(state.is_sampled[rows], state.downweight[rows], np.nan)
         columns: list[NDArray[Any]] = [batch.rounds, settled.source, batch.accepted, settled.num_sent]
-        columns += [settled.rank, settled.num_known, downweight, settled.adopted]
+        columns += [settled.rank, settled.num_known, downweight, settled.adopted, had_table]
         if _count(told) < len(rows):
             columns = [column[told] for column in columns]
         rounds, source, accepted, *others = columns
@@ -198,7 +208,8 @@ class Outcomes:
         """
         state = self._rows
         state.commit(rows, batch.accepted, batch.bonus, batch.tokens)
-        if self._rests:
+        state.has_table[rows] = self._way is Way.AHEAD
+        if self._way is Way.REST:
             self._publisher.reply(rows)
             state.rest(rows)
             self._statistics.outcomes[OutcomeKind.RESTED] += len(rows)

@@ -135,6 +135,18 @@ class Outlook:
         ]
         return best_depth(np.array(speedups), jit_depth, _MARGIN)
 
+    def best_lone_depth(self, batch_size: int, depth: int, lone_depth: int) -> int:
+        """Tokens of each speculation with the highest speed where all are drafted just in time.
+
+        ``depth``: the current one with tables; ``lone_depth``: the current one without.
+        """
+        times = self._measured.relative_times(batch_size, batch_size)
+        if times is None:
+            return lone_depth
+        drafting = times.draft_step * np.arange(1, self._lookahead + 1)
+        rounds = self._measured.relative_verification(batch_size, depth) + drafting
+        return best_depth(self._tokens[Source.PRIMARY] / rounds, lone_depth, _MARGIN)
+
     def sources(self, depth: int, jit_depth: int) -> tuple[SourceReport, ...]:
         """What is known of each source."""
         estimates, rates = self._measured.estimates, self.hit_rates(depth, jit_depth)

@@ -20,4 +20,4 @@ class Phase:
     DONE: Final = 5
     """Its table is complete: only an outcome can move it on."""
     REST: Final = 6
-    """Its text is kept, nothing is computed: plain decoding is faster at the moment (`speculator_service.resting`)."""
+    """Its text is kept, nothing is computed: plain decoding is faster at the moment (`speculator_service.ways`)."""

@@ -21,7 +21,6 @@ from speculator_service.measurements import Measurements
 from speculator_service.outlook import Forecast, Outlook
 from speculator_service.plan import Plan, PlannerSnapshot, make_plan
 from speculator_service.planner_settings import AUTO, PlannerSettings
-from speculator_service.resting import Decision, Resting
 from speculator_service.round_times import PLAIN, VERIFICATION, RoundTimes
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
 from speculator_service.saguaro.downweight_tuning import DownweightTuner
@@ -29,6 +28,7 @@ from speculator_service.saguaro.fallback import PRIMARY, FallbackPolicy
 from speculator_service.saguaro.fan_out_lists import measured_lists, written_lists
 from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
 from speculator_service.statistics import StepKind
+from speculator_service.ways import Decision, Way, Ways
 
 __all__ = ["Plan", "Planner", "PlannerSettings", "PlannerSnapshot"]
 
@@ -76,7 +76,7 @@ class Planner:
         self._measured = self._kinds[0]
         """Of the kind of the last batch."""
         self._tuner = DownweightTuner()
-        self._resting = Resting()
+        self._ways = Ways(settings.ways(lookahead))
         self._policy = FallbackPolicy(list(BACKUPS))
         self._name = PRIMARY if settings.backup == AUTO else settings.backup
         """The backup in use."""
@@ -84,7 +84,7 @@ class Planner:
         """By batch size, the largest of a bucket."""
         self._policy_size = 0
         """Batch size of the forecast that ``_policy`` knows; 0: none."""
-        self._depth = self._jit_depth = lookahead
+        self._depth = self._jit_depth = self._lone_depth = lookahead
         self._batch_sizes: deque[int] = deque([1], maxlen=_RECENT_BATCHES)
         self._observed: list[tuple[NDArray[Any], ...]] = []
         """Arguments of `observe` that are not counted yet."""
@@ -102,6 +102,7 @@ class Planner:
         num_known: NDArray[np.integer],
         downweight: NDArray[np.floating],
         hit: NDArray[np.bool_],
+        has_table: NDArray[np.bool_] | None = None,
         *,
         is_sampled: bool = False,
     ) -> None:
@@ -113,12 +114,15 @@ class Planner:
             source, num_accepted, num_sent, rank, num_known: see `OutcomeEstimates.observe`.
             downweight: C with which the verified speculation was sampled; not a number where it was not sampled.
             hit: whether the outcome was prepared.
+            has_table: whether any was; None: always. Where none was, nothing is learnt about hits.
             is_sampled: whether most of the batch is; a number, not an array.
         """
         if self._kinds[is_sampled] is not self._measured:
             self._count_observed()
             self._measured = self._kinds[is_sampled]
-        self._observed.append((source, num_accepted, num_sent, rank, num_known, downweight, hit))
+        if has_table is None:
+            has_table = np.ones(len(source), np.bool_)
+        self._observed.append((source, num_accepted, num_sent, rank, num_known, downweight, hit, has_table))
         self._new_outcomes += len(source)
         if len(self._observed) >= _MOST_KEPT:
             self._count_observed()
@@ -128,9 +132,9 @@ class Planner:
             return
         columns = [np.concatenate(column) for column in zip(*self._observed, strict=True)]
         self._observed.clear()
-        source, num_accepted, num_sent, rank, num_known, downweight, hit = columns
-        self._measured.observe(source, num_accepted, num_sent, rank, num_known, hit)
-        sampled = (source <= Source.PRIMARY) & (num_sent > 0) & ~np.isnan(downweight)
+        source, num_accepted, num_sent, rank, num_known, downweight, hit, has_table = columns
+        self._measured.observe(source, num_accepted, num_sent, rank, num_known, hit, has_table)
+        sampled = has_table & (source <= Source.PRIMARY) & (num_sent > 0) & ~np.isnan(downweight)
         if self._settings.downweight == AUTO and sampled.any():
             self._tuner.observe(downweight[sampled], num_accepted[sampled], hit[sampled])
 
@@ -139,10 +143,22 @@ class Planner:
         self._measured.times.add(PLAIN if is_plain else VERIFICATION, batch_size, seconds)
         self._batch_sizes.append(batch_size)
 
-    def round_took(self, decision: Decision, tokens: float, seconds: float, is_plain: bool) -> None:
-        """See `Resting.round_took`."""
-        if self._settings.rest:
-            self._resting.round_took(decision, tokens, seconds, is_plain)
+    def round_took(
+        self,
+        decision: Decision,
+        source: NDArray[np.integer],
+        num_accepted: NDArray[np.integer],
+        num_sent: NDArray[np.integer],
+        seconds: float,
+    ) -> None:
+        """A round that was decided about took so long; the arrays [b] as those of `observe`.
+
+        Of the draft model's speculations count the tokens to be expected of so many, by all that is known of them:
+        they scatter less than those that were accepted, so that a few rounds are enough to compare.
+        """
+        expected = np.where(source <= Source.PRIMARY, self._expected[num_sent], 1.0 + num_accepted)
+        is_plain = bool(2 * np.count_nonzero(num_sent) < len(num_sent))
+        self._ways.round_took(decision, float(expected.mean()), seconds, is_plain)
 
     def step_took(self, kind: StepKind, batch_size: int, seconds: float) -> None:
         """A step of the draft model for so many sequences: DRAFT, those that missed, or TABLE; others do not count."""
@@ -157,13 +173,15 @@ class Planner:
         return self._tuner.next_arm() if isinstance(downweight, str) else float(downweight)
 
     def decide(self, batch_size: int, is_sampled: bool) -> Decision:
-        """Whether the next round of such a batch goes without speculation, as plain decoding is faster."""
-        if self._settings.rest:
-            return self._resting.decide(batch_size, is_sampled)
-        return Decision(batch_size, is_sampled, rests=False)
+        """How far the next round of such a batch is speculated for."""
+        return self._ways.decide(batch_size, is_sampled)
 
-    def choose_backup(self, batch_size: int, num_missed: int) -> int:
+    def choose_backup(self, batch_size: int, num_missed: int, way: Way = Way.AHEAD) -> int:
         """Source of the answers to the ``num_missed`` misses of a batch (Theorem 17). Microseconds."""
+        if way is Way.REST:
+            return Source.EMPTY
+        if way is Way.JUST_IN_TIME and self._settings.backup == AUTO:
+            return Source.PRIMARY
         if num_missed:
             self._choose(batch_size)
         return BACKUPS[self._name]
@@ -198,6 +216,7 @@ class Planner:
         if self._settings.adapt_depth:
             self._depth = outlook.best_depth(batch_size, self._depth, self._jit_depth, self._name)
             self._jit_depth = outlook.best_jit_depth(batch_size, self._depth, self._jit_depth)
+            self._lone_depth = outlook.best_lone_depth(batch_size, self._depth, self._lone_depth)
         sizes = [1 << bucket for bucket in self._measured.times.buckets(VERIFICATION)]
         forecasts = [outlook.forecast(size, self._depth, self._jit_depth) for size in sizes]
         self._forecasts = {forecast.batch_size: forecast for forecast in forecasts if forecast is not None}
@@ -209,6 +228,15 @@ class Planner:
         self.plan = make_plan(
             outlook.counts, self.num_outcomes, self._depth, self._jit_depth, BACKUPS[self._name], self._vocab_size
         )
+        self.tableless_plan = make_plan(
+            np.zeros_like(outlook.counts),
+            self.num_outcomes,
+            self._depth,
+            self._lone_depth,
+            Source.PRIMARY,
+            self._vocab_size,
+        )
+        self._expected = np.array([1.0, *self._measured.tokens_by_depth(Source.HIT)])
         self._num_plans += 1
         self._new_outcomes, self._planned_at = 0, self._clock()
         self._snapshot = self._report(outlook, forecast)
@@ -225,6 +253,10 @@ class Planner:
                 acceptance = measured.estimates.acceptance_by_position(source)
                 lists.append(measured_lists(self.num_outcomes, acceptance, curves[-1], self._vocab_size))
         return Outlook(measured, np.stack(lists), np.stack(curves))
+
+    def plan_for(self, has_table: bool) -> Plan:
+        """The plan, or the one of sequences without tables."""
+        return self.plan if has_table else self.tableless_plan
 
     # -- view ---------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from speculator_service.saguaro.sources import BACKUPS
+from speculator_service.ways import Way
 from ssd_proto.channel import MAX_OUTCOMES
 from ssd_proto.errors import ConfigError
 
@@ -40,7 +41,7 @@ class PlannerSettings:
     adapt_depth: bool = True
     """Whether fewer than K tokens are drafted where times and acceptance say so."""
     rest: bool = True
-    """Whether nothing is drafted where plain decoding was measured to be faster."""
+    """Whether less is done, or nothing, where that was measured to be faster."""
 
     def __post_init__(self) -> None:
         for name, value in (("fan_out", self.fan_out), ("fan_out_after_miss", self.fan_out_after_miss)):
@@ -86,6 +87,14 @@ class PlannerSettings:
                 f"branch_budget must be at least {written}, the sum of the hand-written list, got {self.branch_budget}."
             )
         return self.branch_budget
+
+    def ways(self, lookahead: int) -> tuple[Way, ...]:
+        """How far speculation may go, the first choice first. Raises as `num_outcomes`."""
+        if not self.rest:
+            return (Way.AHEAD,)
+        if self.num_outcomes(lookahead) == 0 or self.backup == "empty":
+            return (Way.AHEAD, Way.REST)  # without tables, or without backups, the third would be one of these
+        return (Way.AHEAD, Way.REST, Way.JUST_IN_TIME)
 
     def check_vocabulary(self, lookahead: int, vocab_size: int) -> None:
         """Refuse hand-written lists that ask for more bonus tokens than there are.

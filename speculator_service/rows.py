@@ -53,6 +53,8 @@ class Rows:
         self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
         self.top_k, self.seed, self.reserved = (np.zeros(rows, np.int64) for _ in range(3))
         self.shared_noise = np.zeros(rows, bool)
+        self.has_table = np.ones(rows, bool)
+        """Whether outcomes are prepared for, after the last one."""
         self.downweight = np.ones(rows)  # C
         marks, self.stop_tokens, self.text = state.marks, state.stop_tokens, state.text
         self.phase, self.round, self.awaited, self.source = (marks[m] for m in (PHASE, ROUND, AWAITED, SOURCE))
@@ -91,6 +93,7 @@ class Rows:
         self.committed[row], self.depth[row], self.computed[row] = len(tokens), 0, 0
         self.keys[row] = self.awaited[row] = NO_KEY
         self.source[row] = Source.EMPTY
+        self.has_table[row] = True
         self._arrivals += 1
         self._arrival[row] = self._arrivals
         self.phase[row] = Phase.PREFILL

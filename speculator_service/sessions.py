@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from speculator_service.resting import Decision
+from speculator_service.ways import Decision
 from ssd_proto.channel import SpeculatorChannel
 from ssd_proto.records import Sampling
 from ssd_proto.table import TableShape

@@ -27,7 +27,7 @@ class StepMade(NamedTuple):
 
     kind: StepKind
     batch_size: int
-    """Sequences it was for; 0 if the tables needed no model after all."""
+    """Sequences it was for; without those whose tables are empty, and which need no more than their last token."""
 
 
 class ModelSteps:
@@ -108,7 +108,7 @@ class ModelSteps:
         drawn = self._draw(
             logits[None], None, rows, np.array([stop]), np.zeros(1, np.int64), state.shape.max_candidates
         )
-        state.finish_prompt(row, drawn, self._planner.plan.jit_depth)
+        state.finish_prompt(row, drawn, self._planner.plan_for(bool(state.has_table[row])).jit_depth)
         if state.phase[row] == Phase.FORK:
             self._publisher.reply(rows)
 
@@ -118,7 +118,8 @@ class ModelSteps:
         if has_forks:
             forks = state.in_phase(Phase.FORK)
             with self._trace.span("fork", tables=len(forks)):
-                self._branches.fork(forks, self._planner.plan)
+                for has_table in (True, False):
+                    self._branches.fork(forks[state.has_table[forks] == has_table], self._planner.plan_for(has_table))
                 self._publisher.begin(forks)
             self._statistics.tables += len(forks)
         rows = state.in_phase(Phase.TABLE)
@@ -134,7 +135,7 @@ class ModelSteps:
             if len(named):
                 self._publisher.begin(named)
             self._publisher.write(cells)
-        return len(rows)
+        return int(np.count_nonzero(state.has_table[rows]))
 
     def _drawn_in(self, step: BranchStep, live: NDArray[np.int64], logits: torch.Tensor) -> Drawn:
         """What the ``live`` rows [n] of a step draw, from ``logits`` [b, G, V].

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from closed_loop import Loop, ScriptedVerifier, shm_channels
 
-from speculator_service.resting import Decision
+from speculator_service.saguaro.sources import Source
 from speculator_service.statistics import OutcomeKind, StepKind
+from speculator_service.ways import Decision, Way
 from ssd_proto.records import ProposalKind
 
 
@@ -84,23 +85,25 @@ def test_deadlines_that_pass_while_the_speculator_drafts(seed: int) -> None:
     assert loop.speculator.statistics.invalid == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_rests_of_any_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_ways_that_change_at_any_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop.build(seed, chunk=16)
     verifier = loop.connect()
     verifier.drop_probability = verifier.lucky_padding = 0.2
     verifier.unserved_allowed = True
-    rng, state = np.random.default_rng(seed), {"rests": False}
+    rng, state = np.random.default_rng(seed), {"way": Way.AHEAD}
 
     def decide(batch_size: int, is_sampled: bool) -> Decision:
-        state["rests"] ^= bool(rng.random() < 0.15)
-        return Decision(batch_size, is_sampled, state["rests"])
+        if rng.random() < 0.15:
+            state["way"] = list(Way)[(list(Way).index(state["way"]) + 1) % len(Way)]
+        return Decision(batch_size, is_sampled, state["way"])
 
     monkeypatch.setattr(loop.speculator.planner, "decide", decide)
     run(loop, [verifier], count=40, batch=6, events=0.03)
     outcomes = loop.speculator.statistics.outcomes
-    assert outcomes[OutcomeKind.RESTED] > 30
+    assert outcomes[OutcomeKind.RESTED] > 5
     assert outcomes[OutcomeKind.HIT] > 50
+    assert loop.speculator.statistics.backups[Source.PRIMARY] > 30
     assert loop.speculator.statistics.invalid == 0
 
 
@@ -108,12 +111,23 @@ def test_nothing_is_computed_while_all_rest(monkeypatch: pytest.MonkeyPatch) -> 
     loop = Loop.build()
     verifier = loop.connect()
     verifier.unserved_allowed = True
-    monkeypatch.setattr(loop.speculator.planner, "decide", lambda *batch: Decision(*batch, rests=True))
+    monkeypatch.setattr(loop.speculator.planner, "decide", lambda *batch: Decision(*batch, Way.REST))
     run(loop, [verifier], count=12, batch=4)
     statistics = loop.speculator.statistics
     assert statistics.tables <= 2 * 12, "after prompts, whose sequences are not known to rest"
     assert statistics.steps[StepKind.DRAFT] <= 8, "for the first batch, before anything is decided"
     assert statistics.outcomes[OutcomeKind.RESTED] > 10 * statistics.tables
+
+
+def test_nothing_is_prepared_just_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop.build()
+    verifier = loop.connect()
+    monkeypatch.setattr(loop.speculator.planner, "decide", lambda *batch: Decision(*batch, Way.JUST_IN_TIME))
+    run(loop, [verifier], count=12, batch=4)
+    outcomes = loop.speculator.statistics.outcomes
+    assert outcomes[OutcomeKind.HIT] + outcomes[OutcomeKind.SHORT_HIT] <= 2 * 12, "those of tables after prompts"
+    assert loop.speculator.statistics.backups[Source.PRIMARY] > 100
+    assert outcomes[OutcomeKind.RESTED] == 0
 
 
 def test_two_verifiers_share_the_engine() -> None:

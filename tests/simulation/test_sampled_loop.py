@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sampled_loop import VOCAB, SampledLoop
 
-from speculator_service.resting import Decision
+from speculator_service.ways import Decision, Way
 from ssd_proto.records import ProposalKind, Sampling
 from tests.statistical.chi_square import chi_square_deviation
 
@@ -74,11 +74,12 @@ def test_a_verifier_that_mistakes_q_is_found_out() -> None:
     assert deviation(loop) > 3 * LIMIT
 
 
-def test_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_that_change_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SampledLoop(seed=13)
     rng = np.random.default_rng(13)
+    ways = (Way.AHEAD, Way.AHEAD, Way.JUST_IN_TIME, Way.REST, Way.REST)
     monkeypatch.setattr(
-        loop.speculator.planner, "decide", lambda *batch: Decision(*batch, rests=bool(rng.random() < 0.4))
+        loop.speculator.planner, "decide", lambda *batch: Decision(*batch, ways[rng.integers(len(ways))])
     )
     assert deviation(loop) < LIMIT
     assert loop.kinds[ProposalKind.HIT] > 150

@@ -47,10 +47,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, process: Callable[...,
     return get
 
 
-def load_refused(path: str) -> str:
-    """In a process of its own: the sentence with which the model is refused."""
+def load_refused(path: str, token_map: str | None = None) -> str:
+    """In a process of its own: the sentence with which the model, or a token map for it, is refused."""
     with pytest.raises(ConfigError) as caught:
-        load_engine(DraftConfig(path, max_slots=2, num_branches=4, lookahead=2))
+        load_engine(DraftConfig(path, max_slots=2, num_branches=4, lookahead=2, token_map=token_map))
     return str(caught.value)
 
 
@@ -106,3 +106,12 @@ def test_a_token_map_leaves_its_columns(lean: bool, process: Callable[..., objec
     assert isinstance(everything, list)
     chosen = [everything[row * 2048 + token] for row in range(2) for token in tokens]
     assert narrow == pytest.approx(chosen, abs=1e-4)
+
+
+def test_a_model_whose_output_layer_cannot_be_reduced(
+    process: Callable[..., object], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """SGLang's Gemma 3 reads its embedding in place of the output layer it has."""
+    torch.save(list(range(20)), tmp_path / "map.pt")
+    reason = process(load_refused, str(checkpoints("Gemma3")), str(tmp_path / "map.pt"))
+    assert "leave out the token map" in str(reason)

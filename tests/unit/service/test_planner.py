@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from outcome_stream import OutcomeStream, power_law_ranks
 from speculator_service.planner import Planner, PlannerSettings
 from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
 from speculator_service.statistics import StepKind
+from speculator_service.ways import Way
 from ssd_proto.errors import ConfigError
 
 V = 1000
@@ -229,12 +231,16 @@ class TestDepth:
         planner.replan()
         assert planner.plan.depth == 1
 
-    def test_nothing_is_tried_with_no_rest(self) -> None:
-        planner = make(4, rest=False)
-        for _ in range(500):
-            planner.round_took(planner.decide(4, True), 1.0, 9.0, False)
-        assert not planner.decide(4, True).rests
-        assert planner._resting.num_resting == 0
+    def test_without_tables_weighs_the_time_of_drafting_alone(self) -> None:
+        planner = make(6, backup="primary")
+        OutcomeStream(np.full(6, 0.5), power_law_ranks(6, 0.5, 1)).run(planner, 200)
+        lone_depths = []
+        for step in (0.01, 0.5):
+            for _ in range(40):
+                tell_times(planner, 1.0, 0.01, step)
+            settle(planner)
+            lone_depths.append(planner.plan_for(False).jit_depth)
+        assert lone_depths == [6, 1]
 
     def test_greedy_batches_are_not_judged_by_sampled_ones(self) -> None:
         planner = make(6, backup="empty")
@@ -293,6 +299,66 @@ class TestDepth:
             settle(planner)
             depths.append(planner.plan.jit_depth)
         assert depths[0] > depths[1]
+
+
+class TestWays:
+    """What is told of rounds; `test_ways.py` has the experiments."""
+
+    FULL, NOTHING = np.full(4, 4), np.zeros(4, np.int64)
+
+    def run(self, planner: Planner, seconds: dict[Way, float], num_rounds: int = 800) -> list[Way]:
+        """Rounds that take so long."""
+        ways = []
+        for _ in range(num_rounds):
+            decision = planner.decide(4, True)
+            sent = self.NOTHING if decision.way is Way.REST else self.FULL
+            planner.round_took(decision, 0 * sent + Source.HIT, np.minimum(2, sent), sent, seconds[decision.way])
+            ways.append(decision.way)
+        return ways
+
+    @pytest.mark.parametrize("best", list(Way))
+    def test_the_fastest_is_found(self, best: Way) -> None:
+        planner = make(4)
+        OutcomeStream(np.full(4, 0.8), power_law_ranks(4, 0.5, 1)).run(planner, 50)  # E = 3.4
+        seconds = {Way.AHEAD: 1.0, Way.JUST_IN_TIME: 1.0, Way.REST: 1.0 / 3.4} | {best: 0.8 / 3.4}
+        ways = self.run(planner, seconds)
+        assert set(ways) == set(Way)
+        assert set(ways[-100:]) == {best}
+
+    def test_what_was_accepted_by_chance_does_not_count(self) -> None:
+        planner = make(4)
+        OutcomeStream(np.full(4, 0.8), power_law_ranks(4, 0.5, 1)).run(planner, 50)
+        decision, tokens = planner.decide(4, True), []
+        planner._ways.round_took = lambda *told: tokens.append(told[1])  # type: ignore[method-assign]
+        for accepted in (0, 4):
+            planner.round_took(decision, self.NOTHING + Source.HIT, self.NOTHING + accepted, self.FULL, 1.0)
+            planner.round_took(decision, self.NOTHING + Source.SUFFIX, self.NOTHING + accepted, self.FULL, 1.0)
+        assert tokens[0] == tokens[2] == pytest.approx(3.4, abs=0.3)
+        assert tokens[1::2] == [1, 5]
+
+    def test_nothing_is_tried_with_no_rest(self) -> None:
+        ways = self.run(make(4, rest=False), {Way.AHEAD: 9.0})
+        assert set(ways) == {Way.AHEAD}
+
+    @pytest.mark.parametrize("settings", [{"fan_out": 0}, {"backup": "empty"}])
+    def test_what_would_be_the_same_is_not_tried(self, settings: dict[str, Any]) -> None:
+        assert set(self.run(make(4, **settings), {Way.AHEAD: 1.0, Way.REST: 1.0})) == {Way.AHEAD, Way.REST}
+
+    def test_rounds_without_tables_teach_nothing_about_hits(self) -> None:
+        planner, zeros = make(4), np.zeros(500, np.int64)
+        OutcomeStream(np.full(4, 0.8), power_law_ranks(4, 0.5, 1)).run(planner, 100)
+        before = planner._measured.hit_rate(Source.HIT, 0.5)
+        unprepared = (zeros, zeros, zeros + 4, zeros, zeros + 1, zeros * np.nan, zeros > 0, zeros > 0)
+        planner.observe(*unprepared)
+        planner.replan()
+        assert planner._measured.hit_rate(Source.HIT, 0.5) == pytest.approx(before)
+
+    def test_backups(self) -> None:
+        planner = TestBackup().planner((64,))
+        assert planner.choose_backup(64, 9) != Source.PRIMARY
+        assert planner.choose_backup(64, 9, Way.JUST_IN_TIME) == Source.PRIMARY
+        assert planner.choose_backup(64, 9, Way.REST) == Source.EMPTY
+        assert make(4, backup="suffix").choose_backup(64, 9, Way.JUST_IN_TIME) == Source.SUFFIX
 
 
 class TestBackup:

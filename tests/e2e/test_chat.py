@@ -40,5 +40,5 @@ def test_a_conversation_with_and_without_speculation(tmp_path: Path) -> None:
     hits = [int(percent) for percent in re.findall(r"cache hit rate (\d+)%", text)]
     tokens = [float(number) for number in re.findall(r"([0-9.]+) tokens per round", text)]
     assert len(hits) == len(tokens) == 3, text
-    assert sum(hits) / 3 > 15, text
+    assert sum(hits) / 3 > 8, text  # rounds in which nothing is prepared included
     assert sum(tokens) / 3 > 1.15, text

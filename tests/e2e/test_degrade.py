@@ -48,7 +48,7 @@ def server(pool: ServerPool, endpoint: str) -> Iterator[SGLangServer]:
 @pytest.fixture
 def service(pool: ServerPool, endpoint: str) -> Iterator[Service]:
     """A service at the endpoint, for one test."""
-    running = Service(endpoint, pool.logs)
+    running = Service(endpoint, pool.logs, ["--no-rest"])
     with ended_at_exit(running.process):
         yield running
 

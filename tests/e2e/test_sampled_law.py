@@ -172,9 +172,9 @@ def test_four_tokens(pairs: Callable[..., ExternalPair], law: TinyPair, case: Ca
 
 
 def test_everything_automatic(pairs: Callable[..., ExternalPair], law: TinyPair) -> None:
-    """Whatever is chosen meanwhile."""
+    """Whatever is chosen meanwhile, and how far the service speculates."""
     pair = pairs(4)
-    service = pair.service(*AUTOMATIC)
+    service = pair.service(*AUTOMATIC, "--rest")
     exercised = Exercised(service)
     assert_law(law, draw(pair.server, Filtering(1.0, top_k=6), 8), Filtering(1.0, top_k=6))
     assert exercised()["hit"] > LEAST_EXERCISED

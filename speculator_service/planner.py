@@ -156,7 +156,8 @@ class Planner:
         Of the draft model's speculations count the tokens to be expected of so many, by all that is known of them:
         they scatter less than those that were accepted, so that a few rounds are enough to compare.
         """
-        expected = np.where(source <= Source.PRIMARY, self._expected[num_sent], 1.0 + num_accepted)
+        expected = self._expected.take(num_sent, mode="clip")  # nobody has checked what a verifier says that it had
+        expected = np.where(source <= Source.PRIMARY, expected, 1.0 + num_accepted)
         is_plain = bool(2 * np.count_nonzero(num_sent) < len(num_sent))
         self._ways.round_took(decision, float(expected.mean()), seconds, is_plain)
 

@@ -217,7 +217,7 @@ def random_outcomes(rng: np.random.Generator) -> NDArray[np.void]:
         ("round", 0, 3),
         ("num_accepted", 0, 5),
         ("bonus", 0, VOCAB),
-        ("num_sent", 0, 5),
+        ("num_sent", -(2**31), 2**31 - 1),
     ):
         records[name] = rng.integers(low, high, len(records))
     records["tokens"] = rng.integers(-1, VOCAB, records["tokens"].shape)

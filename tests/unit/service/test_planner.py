@@ -336,6 +336,11 @@ class TestWays:
         assert tokens[0] == tokens[2] == pytest.approx(3.4, abs=0.3)
         assert tokens[1::2] == [1, 5]
 
+    def test_numbers_that_make_no_sense_do_no_harm(self) -> None:
+        planner = make(4)
+        for sent in (-(2**31), 2**31 - 1):
+            planner.round_took(planner.decide(4, True), self.NOTHING, self.NOTHING, self.NOTHING + sent, 1.0)
+
     def test_nothing_is_tried_with_no_rest(self) -> None:
         ways = self.run(make(4, rest=False), {Way.AHEAD: 9.0})
         assert set(ways) == {Way.AHEAD}

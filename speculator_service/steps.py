@@ -118,10 +118,11 @@ class ModelSteps:
         if has_forks:
             forks = state.in_phase(Phase.FORK)
             with self._trace.span("fork", tables=len(forks)):
-                for has_table in (True, False):
-                    self._branches.fork(forks[state.has_table[forks] == has_table], self._planner.plan_for(has_table))
+                has_table = state.has_table[forks]
+                for which in set(has_table.tolist()):
+                    self._branches.fork(forks[has_table == which], self._planner.plan_for(which))
                 self._publisher.begin(forks)
-            self._statistics.tables += len(forks)
+            self._statistics.tables += int(np.count_nonzero(has_table))
         rows = state.in_phase(Phase.TABLE)
         if not len(rows):
             return 0

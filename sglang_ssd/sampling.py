@@ -66,7 +66,7 @@ class ChainVerifyInput(EagleVerifyInput):
 def install() -> None:
     """Let SGLang's verification and prefills call us; to be called in the scheduler's process."""
     HookRegistry.register("sglang.srt.speculative.eagle_utils.eagle_sample", sample_chain, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", draw_first, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", draw_plain, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 
@@ -117,11 +117,16 @@ def sample_chain(
 
 
 def seed_first_tokens(info: SamplingBatchInfo, requests: Sequence[Any], sampler: Any) -> None:
-    """Before a prefill: let `draw_first` know the requests with seeds. On every rank, since each draws by itself."""
-    info.ssd_coupled = coupled_rows(requests, seed_of, info.device) if has_explicit_law(info, sampler) else None
+    """Before a prefill: couple the requests with seeds. On every rank, since each draws by itself."""
+    couple(info, coupled_rows(requests, seed_of, info.device) if has_explicit_law(info, sampler) else None)
 
 
-def draw_first(
+def couple(info: SamplingBatchInfo, coupled: CoupledRows | None) -> None:
+    """Before a forward without verification: let `draw_plain` know the coupled requests."""
+    info.ssd_coupled = coupled
+
+
+def draw_plain(
     original: Callable[..., Any],
     sampler: Sampler,
     probs: torch.Tensor,
@@ -129,7 +134,7 @@ def draw_first(
     positions: torch.Tensor,
     is_simple: bool,
 ) -> Any:
-    """Hook around ``Sampler._sample_from_probs``: the first token of a request with a seed is drawn as the others."""
+    """Hook around ``Sampler._sample_from_probs``: coupled requests get the tokens that a verification would draw."""
     tokens, mask = original(sampler, probs, info, positions, is_simple)
     coupled: CoupledRows | None = getattr(info, "ssd_coupled", None)
     if coupled is not None:

@@ -1,8 +1,9 @@
 """The verifier: SGLang's speculative worker that gets its drafts from the speculator service.
 
-A round (`SSDWorker._verify`): take the speculations that follow from the last outcome, verify them with
+A round (`SSDWorker._round`): take the speculations that follow from the last outcome, verify them with
 one target forward through SGLang's own EAGLE verification (a chain is a tree with one leaf), hand the
-new outcome to the speculator.  There is no draft model and no draft memory in this process.
+new outcome to the speculator.  A round without drafts is one of plain decoding.  There is no draft model
+and no draft memory in this process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_utils import get_plan_stream
 
-from sglang_ssd import sampling
+from sglang_ssd import plain, sampling
 from sglang_ssd.coupling import coupled_rows
 from sglang_ssd.flags import verifier_config
 from sglang_ssd.handoff import Handoff
@@ -106,7 +107,7 @@ class SSDWorker(BaseSpecWorker):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result = self._prefill(batch)
         else:
-            result = self._verify(batch, grammar_barrier)
+            result = self._round(batch, grammar_barrier)
         if self._device == "cpu":
             self._hand_over()  # the outcome is here already: the speculator need not wait for the next batch
         if on_publish is not None:
@@ -140,10 +141,30 @@ class SSDWorker(BaseSpecWorker):
             self._handoff.begin_prefill(result.next_token_ids, rows, slots[rows], lengths)
         return result
 
-    def _verify(self, batch: ScheduleBatch, grammar_barrier: Any) -> GenerationBatchResult:
+    def _round(self, batch: ScheduleBatch, grammar_barrier: Any) -> GenerationBatchResult:
         with self._trace.span("draft"):
             drafts, basis = self._drafts(batch)
-            batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, basis)
+        if drafts.shape[1] == 0 and plain.is_enough(batch):
+            result = self._decode(batch, basis)
+        else:
+            result = self._verify(batch, drafts, basis, grammar_barrier)
+        if self._speculation is not None:
+            bonus = result.next_draft_input.bonus_tokens
+            self._handoff.begin_round(result.accept_lens, bonus, batch.req_pool_indices_cpu.numpy())
+        return result
+
+    def _decode(self, batch: ScheduleBatch, basis: sampling.Basis) -> GenerationBatchResult:
+        plain.become_plain(batch, batch.spec_info.bonus_tokens, self.req_to_token_pool.req_to_token)
+        sampling.couple(batch.sampling_info, basis.coupled)
+        with self._trace.span("decode", batch=len(batch.reqs)):
+            result = plain.as_verified(self._target_worker.forward_batch_generation(batch), batch)
+        result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids)
+        return result
+
+    def _verify(
+        self, batch: ScheduleBatch, drafts: torch.Tensor, basis: sampling.Basis, grammar_barrier: Any
+    ) -> GenerationBatchResult:
+        batch.spec_info = self._chains.build(batch, batch.spec_info.bonus_tokens, drafts, basis)
         with self._trace.span("verify", batch=len(batch.reqs)):
             result = run_eagle_verify(
                 batch,
@@ -159,10 +180,7 @@ class SSDWorker(BaseSpecWorker):
                 finalize_tree_path=True,
                 grammar_barrier=grammar_barrier,
             )
-        bonus = result.next_draft_input.bonus_tokens
-        result.next_draft_input = SSDDraftInput(bonus_tokens=bonus)
-        if self._speculation is not None:
-            self._handoff.begin_round(result.accept_lens, bonus, batch.req_pool_indices_cpu.numpy())
+        result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_draft_input.bonus_tokens)
         return result
 
     def _drafts(self, batch: ScheduleBatch) -> tuple[torch.Tensor, sampling.Basis]:

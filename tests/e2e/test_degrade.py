@@ -6,10 +6,12 @@ import signal
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ssd_proto.trace import read_trace
 from tests.support.answers import Payload, greedy
 from tests.support.pool import Oracle, ServerPool
 from tests.support.processes import ended_at_exit, free_port, wait_until
@@ -19,6 +21,8 @@ from tests.support.sglang_server import SGLangServer, ssd_flags, total
 DEADLINE_S = 2.0
 SLACK_S = 1.5
 """For a loaded machine."""
+WRITTEN_WITHIN_S = 1.0
+"""Of the trace."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -29,9 +33,15 @@ def endpoint() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
+def trace_of(pool: ServerPool, channel: str) -> Path:
+    """Where that server writes the trace of its rounds."""
+    return pool.logs / f"rounds-external-{channel}.json"
+
+
 def start(pool: ServerPool, endpoint: str, channel: str) -> SGLangServer:
     """A server that uses the service at ``endpoint``."""
     options = {"deadline_ms": 1000 * DEADLINE_S, "connect_timeout_s": 1, "channels": [channel]}
+    options["trace"] = str(trace_of(pool, channel))
     flags = [*ssd_flags(options, draft=None), "--speculative-ssd-endpoint", endpoint]
     return SGLangServer("ssd-external", flags, pool.logs)
 
@@ -65,15 +75,20 @@ def assert_speculates(server: SGLangServer, oracle: Oracle, prompts: list[str]) 
     assert hits(server) > before
 
 
-def test_no_service_at_start(server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
-    oracle.assert_same(server, [greedy(prompt, 40) for prompt in prompts[:4]])
+def test_no_service_at_start(pool: ServerPool, server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
+    """All rounds are plain decoding then."""
+    answers = oracle.assert_same(server, [greedy(prompt, 40) for prompt in prompts[:4]])
+    time.sleep(WRITTEN_WITHIN_S)
+    spans = [event for event in read_trace(trace_of(pool, "shm")) if event["ph"] == "X"]
+    assert sum(span["args"]["batch"] for span in spans if span["name"] == "decode") >= sum(a.rounds for a in answers)
+    assert not any(span["name"] == "verify" for span in spans)
     assert not server.is_connected()
     assert hits(server) == 0
     assert "decoding goes on without speculation" in server.process.log_text()
 
 
 def test_every_kind_of_request_without_a_service(server: SGLangServer, oracle: Oracle, prompts: list[str]) -> None:
-    """Rounds then verify one token, as plain decoding does."""
+    """Rounds then are plain decoding, or verify one token where that does less."""
     kinds: list[dict[str, Any]] = [
         {"frequency_penalty": 0.6, "min_new_tokens": 12},
         {"regex": r"( [a-z]{1,6}){1,30}"},
@@ -90,6 +105,19 @@ def test_every_kind_of_request_without_a_service(server: SGLangServer, oracle: O
     assert all(len(answer.ids) == 24 for answer in answers)
     assert answers[-1].ids == answers[-2].ids
     assert answers[0].ids != answers[1].ids
+
+
+def test_plain_rounds_draw_what_verifications_draw(server: SGLangServer, prompts: list[str]) -> None:
+    """With a seed, whether alone, beside others or where log-probabilities ask for a verification."""
+    seeded = {"temperature": 0.9, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 5}
+    others = [{"temperature": 1.2, "max_new_tokens": 24}, {"temperature": 0, "max_new_tokens": 24}]
+    for filters in ({}, {"top_p": 0.8, "min_p": 0.01, "top_k": 40}):
+        payload = {"text": prompts[0], "sampling_params": {**seeded, **filters}}
+        alone = server.generate(payload)
+        beside = [payload, *({"text": prompts[1], "sampling_params": params} for params in others)]
+        verified = server.generate(payload | {"return_logprob": True})
+        assert alone.ids == verified.ids
+        assert alone.ids == server.generate_all(beside, concurrency=3)[0].ids
 
 
 def test_attaches_when_a_service_appears(

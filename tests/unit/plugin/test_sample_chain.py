@@ -99,14 +99,14 @@ class Decoding:
         ]
 
     def prefill(self, prompts: list[list[int]]) -> list[list[int]]:
-        from sglang_ssd.sampling import draw_first, seed_first_tokens
+        from sglang_ssd.sampling import draw_plain, seed_first_tokens
 
         seed_first_tokens(self.info, self.requests, self.sampler)
         probs = torch.softmax(self.table[[prompt[-1] for prompt in prompts]] / self.info.temperatures, -1)
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts])
         bare = type(self.sampler)._sample_from_probs
         is_simple = not (self.info.need_top_k_sampling or self.info.need_top_p_sampling)
-        tokens, _ = draw_first(bare, self.sampler, probs, self.info, ends, is_simple)
+        tokens, _ = draw_plain(bare, self.sampler, probs, self.info, ends, is_simple)
         return [[*prompt, int(token)] for prompt, token in zip(prompts, tokens, strict=True)]
 
     def round(self, texts: list[list[int]], drafts: torch.Tensor) -> list[list[int]]:

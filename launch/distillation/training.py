@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from distillation.corpus import Corpus
+from distillation.muon import Muon32
 from distillation.student import Student
 
 _WARM_UP = 0.04
@@ -145,6 +146,6 @@ def _optimizers(student: Student, learning_rate: float) -> list[Optimizer]:
     weights = [weight for _, weight in student.learned()]
     matrices, vectors = [w for w in weights if w.dim() == 2], [w for w in weights if w.dim() != 2]
     return [
-        Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon32(matrices, lr=learning_rate, weight_decay=0.01),
         AdamW(vectors, lr=learning_rate, weight_decay=0.0),
     ]

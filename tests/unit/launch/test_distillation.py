@@ -20,6 +20,7 @@ sys.path.append(str(ROOT / "launch"))  # launch/ is not a package
 from chat.pair import TOKEN_MAP, draft_checkpoint  # noqa: E402
 from distillation.corpus import NUM_LIKELIEST, Corpus  # noqa: E402
 from distillation.instructions import make_instructions  # noqa: E402
+from distillation.muon import Muon32  # noqa: E402
 from distillation.student import Student, choose_tokens  # noqa: E402
 from distillation.training import Batches, score, train  # noqa: E402
 from distillation.writer import Writer  # noqa: E402
@@ -191,3 +192,20 @@ class TestStudent:
             theirs = loaded(input_ids=tokens).logits[0][:, token_map]
         assert torch.allclose(mine, theirs, atol=0.3)
         assert (mine - theirs).abs().mean() < 0.03  # bfloat16 rounds the layers
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon_is_that_of_torch_but_for_its_precision(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    mine, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    optimizers = (
+        Muon32([mine], lr=0.1, weight_decay=0.01),
+        torch.optim.Muon([theirs], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(3):
+        gradient = torch.randn(shape)
+        for weight, optimizer in zip((mine, theirs), optimizers, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    change, difference = mine.detach() - 1, mine.detach() - theirs.detach()
+    assert difference.norm() < 0.02 * change.norm()

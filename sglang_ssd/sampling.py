@@ -64,7 +64,7 @@ class ChainVerifyInput(EagleVerifyInput):
 
 
 def install() -> None:
-    """Let SGLang's verification and prefills call us; to be called in the scheduler's process."""
+    """Let SGLang's verification and its sampler call us; to be called in the scheduler's process."""
     HookRegistry.register("sglang.srt.speculative.eagle_utils.eagle_sample", sample_chain, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", draw_plain, HookType.AROUND)
     HookRegistry.apply_hooks()

@@ -17,8 +17,7 @@ _COEFFICIENTS, _NUM_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 class Muon32(Optimizer):
     """``torch.optim.Muon`` with the learning rates of AdamW (``match_rms_adamw``), for matrices, in float32.
 
-    That one orthogonalises in bfloat16, which takes ten times as long as all the rest of a step on a CPU without
-    instructions for it.
+    That one orthogonalises in bfloat16, which takes most of a step on a CPU without instructions for it.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:

@@ -9,7 +9,8 @@ Both ends of a channel run in one process and one thread, with a real draft mode
   table step  one depth of a table: of it the model, the draws, and what is kept and published
 
 and the look-up of 256 sequences with 32 prepared outcomes each. With --branches N instead: a step of the draft model
-with N branches of one sequence beside a step with one, after 512 tokens. Use one core: OMP_NUM_THREADS=1 taskset -c 1.
+with N branches of one sequence beside a step with one, after 512 tokens. With --products: products of a few rows with
+weights as PyTorch has them and packed. Use one core: OMP_NUM_THREADS=1 taskset -c 1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from both_ends import PROMPT_LENGTH, BothEnds
 from branch_cost import CONTEXT, measure_branch_cost
 from children import say
+from product_cost import measure_product_costs
 from rich.console import Console
 from rich.table import Table
 
@@ -66,6 +68,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="(0 1)")
     parser.add_argument("--rounds", type=int, default=100, help="measured of each case (%(default)s)")
     parser.add_argument("--branches", type=int, metavar="N", help="measure what N branches cost, and nothing else")
+    parser.add_argument(
+        "--products", action="store_true", help="measure products with packed weights, and nothing else"
+    )
     parser.add_argument("--json", type=Path, help="file for the numbers")
     arguments = parser.parse_args()
     for name in ("lookahead", "fan_out", "num_kept", "rounds", "branches"):
@@ -135,11 +140,27 @@ def show(results: dict[str, dict[str, float]], lookup: float) -> None:
 def main() -> int:
     arguments = parse_arguments()
     try:
-        (measure_parts if arguments.branches is None else measure_branches)(arguments)
+        if arguments.products:
+            measure_products(arguments)
+        elif arguments.branches is not None:
+            measure_branches(arguments)
+        else:
+            measure_parts(arguments)
     except ConfigError as error:
         say(f"launch/microbench: {error}")
         return 2
     return 0
+
+
+def measure_products(arguments: argparse.Namespace) -> None:
+    """What packed weights save."""
+    table = Table("weight", "rows", "PyTorch, us", "packed, us", "times as long")
+    costs = list(measure_product_costs())
+    for (n, k), rows, plain, packed in costs:
+        table.add_row(f"{n} x {k}", str(rows), f"{plain:.0f}", f"{packed:.0f}", f"{packed / plain:.2f}")
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"products": [cost._asdict() for cost in costs]}, indent=1) + "\n")
 
 
 def measure_branches(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ssd.cpu import packed_weights
+
 BACKEND = "torch_cpu"
 
 
@@ -28,6 +30,7 @@ def install() -> None:
     register_resolution_hook("handle_speculative_decoding")(_complete_standalone)
     _register_attention_backend()
     _install_samplers()
+    packed_weights.install()
 
 
 def _register_attention_backend() -> None:

@@ -28,13 +28,6 @@ _LARGEST_EXPONENT = np.float32(87)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
-@_compiled("void(int64[::1], float32[:,::1], float32[:,::1])")
-def embed(tokens: Ints, table: Floats, x: Floats) -> None:
-    """x [n, H] becomes the rows ``tokens`` [n] of ``table`` [V, H]."""
-    for i in range(len(tokens)):
-        x[i] = table[tokens[i]]
-
-
 @_compiled("void(float32[:,::1], float32[:,::1], float32[::1], float32, float32[:,::1])")
 def add_and_normalise(x: Floats, delta: Floats, weight: Floats, eps: float, out: Floats) -> None:
     """x [n, H] += ``delta`` [n, H]; ``out`` [n, H] becomes its RMS norm with ``weight`` [H]."""

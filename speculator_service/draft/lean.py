@@ -1,14 +1,16 @@
 """A short forward for Llama-like models on CPU, on the weights and KV cells of a model that SGLang has loaded.
 
 A step of a small model on CPU is mostly dispatch: SGLang's module tree costs more than the arithmetic. This is the same
-arithmetic in float32: matrix products and attention by PyTorch, and one compiled pass between each two of them
+arithmetic in float32: SGLang's matrix products, PyTorch's attention, and one compiled pass between each two of them
 (:mod:`speculator_service.draft.kernels`). It is an optimisation only: a model is taken if its parts are exactly the
 known ones, and :func:`agrees` has compared the two forwards; any other model runs through SGLang's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +24,20 @@ _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 _ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Matrices are torch's and transposed for `torch.mm`, the rest are views for the kernels."""
+    """Products are SGLang's, the rest are views for the kernels."""
 
     input_norm: Floats  # [H]
-    qkv: torch.Tensor  # [H, (heads + 2 * key_heads) * D]
-    qkv_bias: torch.Tensor | None
+    qkv: Product  # [n, H] to [n, (heads + 2 * key_heads) * D]
     head_norm: Floats | None  # [heads + key_heads, D]: norms of each query and key head
-    out: torch.Tensor  # [heads * D, H]
+    out: Product  # [n, heads * D] to [n, H]
     mlp_norm: Floats  # [H]
-    gate_up: torch.Tensor  # [H, 2 * M]
-    down: torch.Tensor  # [M, H]
+    gate_up: Product  # [n, H] to [n, 2 * M]
+    down: Product  # [n, M] to [n, H]
     keys: Floats  # [cells, key_heads, D]
     values: Floats  # [cells, key_heads, D]
     scale: float
@@ -44,20 +48,10 @@ class _Space:
     """Intermediate results of n rows: tensors, and views of the same memory for the kernels (names ending in _)."""
 
     def __init__(self, buffers: list[torch.Tensor], rows: int) -> None:
-        """``buffers``: those of `buffers_for`, of at least as many rows."""
-        mine = [buffer[:rows] for buffer in buffers]
-        self.x, self.normed, self.delta, self.projected, self.query, self.mixed, self.both, self.gated = mine
-        self.x_, self.normed_, self.delta_ = self.x.numpy(), self.normed.numpy(), self.delta.numpy()
-        self.projected_, self.query_, self.mixed_ = self.projected.numpy(), self.query.numpy(), self.mixed.numpy()
-        self.both_, self.gated_ = self.both.numpy(), self.gated.numpy()
-
-    @staticmethod
-    def buffers_for(layer: _Layer, rows: int) -> list[torch.Tensor]:
-        """Memory of spaces of up to ``rows`` rows."""
-        heads, hidden = layer.out.shape
-        projected, (intermediate, _) = layer.qkv.shape[1], layer.down.shape
-        widths = (hidden, hidden, hidden, projected, heads, heads, 2 * intermediate, intermediate)
-        return [torch.empty(rows, width) for width in widths]
+        """``buffers``: those of `LeanForward._buffers_for`, of at least as many rows."""
+        self.x, self.normed, self.query, self.mixed, self.gated = (buffer[:rows] for buffer in buffers)
+        self.x_, self.normed_, self.gated_ = self.x.numpy(), self.normed.numpy(), self.gated.numpy()
+        self.query_, self.mixed_ = self.query.numpy(), self.mixed.numpy()
 
 
 class LeanForward:
@@ -71,45 +65,38 @@ class LeanForward:
         self._eps = float(model.model.norm.variance_epsilon)
         self._embedding = _view(model.model.embed_tokens.weight)
         self._norm = _view(model.model.norm.weight)
-        self._head = model.lm_head.weight.detach()[:vocab_size].t()
+        self._head = _head(model, vocab_size)
         cos, sin = first.rotary_emb.cos_sin_cache[:context_length].float().chunk(2, -1)
         self._cos, self._sin = _view(cos.contiguous()), _view(sin.contiguous())
-        self._buffers = _Space.buffers_for(layers[0], 1)
+        self._widths = _widths(model)
+        self._buffers = self._buffers_for(1)
         self._spaces: dict[int, _Space] = {}  # by number of rows, all of them in the buffers
         self._kv = torch.empty(0)
 
     def __call__(self, tokens: torch.Tensor, plan: AttentionPlan, *, last_only: bool) -> torch.Tensor:
         """tokens [n] of the rows of the plan; returns logits [n, V], or [1, V] of the last row."""
         space = self._space(len(tokens))
-        kernels.embed(tokens.numpy(), self._embedding, space.x_)
-        space.delta_.fill(0)
+        space.x_.fill(0)
+        added = self._embedding[tokens.numpy()]
         for layer in self._layers:
-            kernels.add_and_normalise(space.x_, space.delta_, layer.input_norm, self._eps, space.normed_)
-            self._project(layer, space)
+            kernels.add_and_normalise(space.x_, added, layer.input_norm, self._eps, space.normed_)
             self._attend(layer, space, plan)
-            torch.mm(space.mixed, layer.out, out=space.delta)
-            kernels.add_and_normalise(space.x_, space.delta_, layer.mlp_norm, self._eps, space.normed_)
-            torch.mm(space.normed, layer.gate_up, out=space.both)
-            kernels.gate(space.both_, space.gated_)
-            torch.mm(space.gated, layer.down, out=space.delta)
-        kernels.add_and_normalise(space.x_, space.delta_, self._norm, self._eps, space.normed_)
-        return torch.mm(space.normed[-1:] if last_only else space.normed, self._head)
-
-    def _project(self, layer: _Layer, space: _Space) -> None:
-        """Queries, keys and values of all heads."""
-        if layer.qkv_bias is None:
-            torch.mm(space.normed, layer.qkv, out=space.projected)
-        else:
-            torch.addmm(layer.qkv_bias, space.normed, layer.qkv, out=space.projected)
-        if layer.head_norm is not None:
-            kernels.normalise_heads(space.projected_, layer.head_norm, self._eps)
+            added = layer.out(space.mixed).numpy()
+            kernels.add_and_normalise(space.x_, added, layer.mlp_norm, self._eps, space.normed_)
+            kernels.gate(layer.gate_up(space.normed).numpy(), space.gated_)
+            added = layer.down(space.gated).numpy()
+        kernels.add_and_normalise(space.x_, added, self._norm, self._eps, space.normed_)
+        return self._head(space.normed[-1:] if last_only else space.normed)
 
     def _attend(self, layer: _Layer, space: _Space, plan: AttentionPlan) -> None:
-        """Write keys and values, then mix the values that each row sees."""
+        """Project, write keys and values, then mix the values that each row sees."""
         b, g, k, r, size = plan.batch, plan.rows, self._key_heads, self._repeats, self._head_dim
+        projected = layer.qkv(space.normed).numpy()
+        if layer.head_norm is not None:
+            kernels.normalise_heads(projected, layer.head_norm, self._eps)
         query = space.query_.reshape(b, k, g, r, size)
         kernels.rotate_and_store(
-            space.projected_,
+            projected,
             self._cos,
             self._sin,
             plan.positions.numpy(),
@@ -127,11 +114,15 @@ class LeanForward:
 
     def _space(self, rows: int) -> _Space:
         if rows > len(self._buffers[0]):
-            self._buffers = _Space.buffers_for(self._layers[0], 2 * rows)
+            self._buffers = self._buffers_for(2 * rows)
             self._spaces.clear()
         if rows not in self._spaces:
             self._spaces[rows] = _Space(self._buffers, rows)
         return self._spaces[rows]
+
+    def _buffers_for(self, rows: int) -> list[torch.Tensor]:
+        """Memory of spaces of up to ``rows`` rows."""
+        return [torch.empty(rows, width) for width in self._widths]
 
     def _gathered(self, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the keys and values of a plan, [b, k, S, D] each; the same memory in every layer."""
@@ -175,11 +166,10 @@ def _known(layer: Any) -> bool:
         and not getattr(linear, "use_intel_amx_backend", False)
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     )
-    unbiased = all(linear.bias is None for linear in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
     rotary = attention.rotary_emb
     rotated = type(rotary).__name__ in _ROTARY and rotary.is_neox_style and rotary.rotary_dim == attention.head_dim
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    return plain and unbiased and rotated and all(type(norm).__name__ == "RMSNorm" for norm in norms)
+    return plain and rotated and all(type(norm).__name__ == "RMSNorm" for norm in norms)
 
 
 def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
@@ -188,16 +178,14 @@ def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
     if hasattr(attention, "q_norm"):
         query = attention.q_norm.weight.expand(attention.num_heads, -1)
         head_norm = _view(torch.cat([query, attention.k_norm.weight.expand(attention.num_kv_heads, -1)]))
-    bias = attention.qkv_proj.bias
     return _Layer(
         _view(layer.input_layernorm.weight),
-        _transposed(attention.qkv_proj),
-        None if bias is None else bias.detach(),
+        _product(attention.qkv_proj),
         head_norm,
-        _transposed(attention.o_proj),
+        _product(attention.o_proj),
         _view(layer.post_attention_layernorm.weight),
-        _transposed(mlp.gate_up_proj),
-        _transposed(mlp.down_proj),
+        _product(mlp.gate_up_proj),
+        _product(mlp.down_proj),
         _view(keys),
         _view(values),
         attention.attn.scaling,
@@ -205,9 +193,26 @@ def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
     )
 
 
-def _transposed(linear: Any) -> torch.Tensor:
-    weight: torch.Tensor = linear.weight.detach().t()
-    return weight
+def _widths(model: Any) -> tuple[int, int, int, int, int]:
+    """Of x, normed, query, mixed and gated."""
+    first = model.model.layers[0]
+    hidden, intermediate = first.mlp.down_proj.weight.shape
+    heads = first.self_attn.num_heads * first.self_attn.head_dim
+    return hidden, hidden, heads, heads, intermediate
+
+
+def _product(linear: Any) -> Product:
+    return partial(linear.quant_method.apply, linear, bias=linear.bias)
+
+
+def _head(model: Any, vocab_size: int) -> Product:
+    """The output layer."""
+
+    def logits(normed: torch.Tensor) -> torch.Tensor:
+        padded: torch.Tensor = model.logits_processor._compute_lm_head(normed, model.lm_head)
+        return padded[:, :vocab_size].contiguous()
+
+    return logits
 
 
 def _view(tensor: torch.Tensor) -> Floats:

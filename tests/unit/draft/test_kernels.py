@@ -17,12 +17,6 @@ def floats(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_embed() -> None:
-    table, x = floats(50, 24), torch.empty(4, 24)
-    kernels.embed(np.array([7, 0, 49, 7]), table.numpy(), x.numpy())
-    assert torch.equal(x, table[[7, 0, 49, 7]])
-
-
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3], ids=["beside eps", "common", "large"])
 def test_add_and_normalise(size: float) -> None:
     x, delta, weight, out = floats(N, 96) * size, floats(N, 96, seed=1) * size, floats(96, seed=2), torch.empty(N, 96)

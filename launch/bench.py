@@ -10,10 +10,10 @@ and one thread in every mode but ar-N-threads, everything else has the other cor
   ar-torch-native  the same with SGLang's own attention on CPUs
   standalone       SGLang's speculation with the same draft model, in turn with the target
   ngram            SGLang's speculation without a model
-  ssd              this project; ssd-no-table prepares nothing (drafts just in time), ssd-auto-fan-out plans the
-                   fan-out, ssd-primary, ssd-suffix and ssd-empty have one backup, ssd-shared-noise draws drafts with
-                   the target's noise, ssd-no-lean computes the draft through SGLang's model, and ssd-no-service
-                   waits in vain for its service
+  ssd              this project; ssd-no-table prepares nothing (drafts just in time), ssd-fan-out-3 always three
+                   tokens for every k, ssd-primary, ssd-suffix and ssd-empty have one backup, ssd-shared-noise draws
+                   drafts with the target's noise, ssd-no-lean computes the draft through SGLang's model, and
+                   ssd-no-service waits in vain for its service
 
 Exit status: 0; 2 for wrong input; 1 if a server failed, or if SSD's greedy tokens in float32 are not those of ar.
 """

@@ -16,6 +16,7 @@ from speculator_service import tables
 from speculator_service.draft.base import BranchStep
 from speculator_service.drawn import Drawn
 from speculator_service.planner import Plan
+from speculator_service.row_arrays import ACCEPTED
 from speculator_service.rows import Rows
 from speculator_service.saguaro.sources import NUM_SOURCES
 
@@ -39,7 +40,6 @@ class Branches:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._width = rows.shape.num_outcomes + 1
         none, lookahead = np.empty(0, np.int64), rows.lookahead
         no_plan = np.empty((NUM_SOURCES, lookahead + 1, rows.shape.num_outcomes), np.int64)
         tables.fork(rows.state, none, no_plan, no_plan, 1)  # compiled now, not within a round
@@ -54,11 +54,12 @@ class Branches:
         tables.fork(self._rows.state, rows, plan.accepted, plan.rank, plan.depth)
 
     def next_step(self, rows: NDArray[np.int64]) -> tuple[BranchStep, NDArray[np.int64]]:
-        """The next step of the tables of ``rows`` [b] (all in `Phase.TABLE`).
+        """The next step of the tables of ``rows`` [b] (all in `Phase.TABLE`), G - 1 the most columns that one uses.
 
-        And the places of its live rows [n] in the flattened [b, B + 1] ones.
+        And the places of its live rows [n] in the flattened [b, G] ones.
         """
-        shape = (len(rows), self._width)
+        used = np.count_nonzero(self._rows.state.columns[ACCEPTED, rows] >= 0, axis=-1)  # unused columns are last
+        shape = (len(rows), 1 + int(used.max(initial=0)))
         tokens, prefix, depth = (np.zeros(shape, np.int64) for _ in range(3))
         live, places = np.zeros(shape, np.bool_), np.empty(tokens.size, np.int64)
         count = tables.next_step(self._rows.state, rows, tokens, prefix, depth, live, places)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator_service.draft.config import MAX_ROWS, DraftConfig
-from speculator_service.planner_settings import AUTO, DEFAULT_FAN_OUT, FanOutOption, PlannerSettings
+from speculator_service.planner_settings import AUTO, AVERAGE_FAN_OUT, FanOutOption, PlannerSettings
 from ssd_proto.channel import MAX_KEPT, MAX_LOOKAHEAD, MAX_OUTCOMES
 from ssd_proto.errors import ConfigError
 
@@ -59,18 +59,18 @@ class SpeculatorConfig:
         4, f"K: tokens per speculation, 1 to {MAX_LOOKAHEAD}; must be the verifier's --speculative-num-steps"
     )
     fan_out: int | tuple[int, ...] | str = _option(
-        DEFAULT_FAN_OUT,
+        AUTO,
         "bonus tokens prepared for each number k of accepted tokens: one number, or K + 1 numbers for k = 0..K "
-        f"separated by commas, or {AUTO}: those that hit most often, as measured; 0 prepares nothing and only "
-        "answers just in time",
+        f"separated by commas, or {AUTO}: those that hit most often, as many as there is time for, as measured; "
+        "0 prepares nothing and only answers just in time",
     )
     fan_out_after_miss: int | tuple[int, ...] | str | None = _option(
         None, "the same for the round after a miss; default: as fan_out"
     )
     branch_budget: int | None = _option(
         None,
-        f"outcomes prepared per sequence in all if a fan-out is {AUTO}, 0 to {MAX_OUTCOMES}; default: "
-        f"{DEFAULT_FAN_OUT} (K + 1)",
+        f"outcomes prepared per sequence at most if a fan-out is {AUTO}, 0 to {MAX_OUTCOMES}; default: "
+        f"{AVERAGE_FAN_OUT} (K + 1)",
     )
     backup: str = _option(
         AUTO,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from speculator_service.round_times import PLAIN, VERIFICATION, RoundTimes
+from speculator_service.round_times import PLAIN, TABLE_ROWS, VERIFICATION, RoundTimes
 from speculator_service.saguaro.depth import expected_tokens_by_depth
 from speculator_service.saguaro.discounted import DiscountedMeans
 from speculator_service.saguaro.estimates import OutcomeEstimates
@@ -123,3 +123,16 @@ class Measurements:
         assert table_step is not None
         assert draft_step is not None
         return RelativeTimes(verification, table_step / verification, draft_step / verification)
+
+    def relative_table_step(self, batch_size: int, num_missed: int, num_rows: int) -> float:
+        """Time of a step of tables that computes ``num_rows`` tokens, in units of those that were measured.
+
+        Along the line through these and the steps of ``num_missed`` tokens just in time: with the number of tokens on
+        a CPU, hardly on a GPU. 1 while too little is known.
+        """
+        table, rows = (self.times.median(kind, batch_size) for kind in (StepKind.TABLE, TABLE_ROWS))
+        draft = self.times.median(StepKind.DRAFT, num_missed)
+        if not table or rows is None or draft is None or rows <= num_missed:
+            return 1.0
+        share = max(0.0, 1 - draft / table)  # of the rows beyond num_missed
+        return max(0.0, 1 + share * (num_rows - rows) / (rows - num_missed))

@@ -82,7 +82,7 @@ class Outlook:
     def forecast(self, batch_size: int, depth: int, jit_depth: int) -> Forecast | None:
         """Qualities near a batch size; None until times are known."""
         rates = self.hit_rates(depth, jit_depth)
-        times = self._measured.relative_times(batch_size, max(1, round(batch_size * (1 - rates[Source.HIT]))))
+        times = self._measured.relative_times(batch_size, _num_missed(batch_size, rates[Source.HIT]))
         if times is None:
             return None
         primary = self._tokens[Source.PRIMARY]
@@ -106,22 +106,32 @@ class Outlook:
             },
         )
 
-    def best_depth(self, batch_size: int, depth: int, jit_depth: int, backup: str) -> int:
-        """Tokens for each outcome with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""
+    def speedups(
+        self, batch_size: int, depth: int, jit_depth: int, backup: str, lists: Outlook
+    ) -> NDArray[np.float64] | None:
+        """[K] predicted for ``lists`` instead of these, by the tokens drafted for each outcome; None: nothing is known.
+
+        ``depth`` and ``jit_depth`` are the current ones.
+        """
         now = self.forecast(batch_size, depth, jit_depth)
-        promised = self._promised[Source.HIT]
-        if now is None or promised[depth] == 0:
-            return depth
-        rates = np.minimum(now.primary.hit_rate * promised[1:] / promised[depth], 1.0).tolist()
+        promised = self._promised[Source.HIT, depth]
+        if now is None or promised == 0:
+            return None
+        rates = np.minimum(now.primary.hit_rate * lists._promised[Source.HIT, 1:] / promised, 1.0).tolist()
         verifications = self._measured.relative_verification(batch_size, depth).tolist()
         tokens, fallback = self._tokens[Source.HIT].tolist(), now.backups[backup]
         speedups = []
         for d, (expected, rate, unit) in enumerate(zip(tokens, rates, verifications, strict=True), 1):
             # Times are in units of a verification, which is shorter where it has less to verify.
-            took = finishing_time(d, now.times.table_step / unit, now.times.draft_step / unit)
+            table_step = now.times.table_step * lists._relative_table_step(batch_size, now.primary.hit_rate, d)
+            took = finishing_time(d, table_step / unit, now.times.draft_step / unit)
             scaled = fallback._replace(time=fallback.time / unit)
             speedups.append(speedup_with(SpeculatorQuality(took, expected, rate), scaled, batch_size) / unit)
-        return best_depth(np.array(speedups), depth, _MARGIN)
+        return np.array(speedups)
+
+    def _relative_table_step(self, batch_size: int, hit_rate: float, depth: int) -> float:
+        num_rows = batch_size * (1 + int(self.counts[Source.HIT, depth].sum()))
+        return self._measured.relative_table_step(batch_size, _num_missed(batch_size, hit_rate), num_rows)
 
     def best_jit_depth(self, batch_size: int, depth: int, jit_depth: int) -> int:
         """Tokens of a primary backup with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""
@@ -164,3 +174,8 @@ class Outlook:
             )
             for source in range(NUM_SOURCES)
         )
+
+
+def _num_missed(batch_size: int, hit_rate: float) -> int:
+    """Sequences that a batch has to draft for just in time, where it has to for any."""
+    return max(1, round(batch_size * (1 - hit_rate)))

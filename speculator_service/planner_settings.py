@@ -13,7 +13,8 @@ from ssd_proto.errors import ConfigError
 AUTO: Final = "auto"
 """Value of an option that is left to measurements."""
 
-DEFAULT_FAN_OUT: Final = 3
+AVERAGE_FAN_OUT: Final = 3
+"""Outcomes for each k, on average, that there is room for if nothing else is said."""
 
 FanOutOption = int | tuple[int, ...] | str
 """One F for all k; the list F_0..F_K; or `AUTO`."""
@@ -28,18 +29,18 @@ class PlannerSettings:
             `num_outcomes` and `check_vocabulary`.
     """
 
-    fan_out: FanOutOption = DEFAULT_FAN_OUT
+    fan_out: FanOutOption = AUTO
     """Outcomes prepared while a speculation from the table is verified."""
     fan_out_after_miss: FanOutOption | None = None
     """Outcomes prepared while a backup is verified; None: as ``fan_out``."""
     branch_budget: int | None = None
-    """B where a fan-out is `AUTO`; None: as many as a uniform `DEFAULT_FAN_OUT`, or a hand-written list, has."""
+    """B, at most, where a fan-out is `AUTO`; None: as many as `AVERAGE_FAN_OUT`, or a hand-written list, asks for."""
     backup: str = AUTO
     """One of `BACKUPS`, or `AUTO`."""
     downweight: float | str = 1.0
     """Saguaro's C in [0, 1], or `AUTO`."""
     adapt_depth: bool = True
-    """Whether fewer than K tokens are drafted where times and acceptance say so."""
+    """Whether fewer than K tokens are drafted, for fewer outcomes than B, where times and acceptance say so."""
     rest: bool = True
     """Whether less is done, or nothing, where that was measured to be faster."""
 
@@ -81,7 +82,7 @@ class PlannerSettings:
         if None not in lists:
             return written
         if self.branch_budget is None:
-            return max(written, DEFAULT_FAN_OUT * (lookahead + 1))
+            return max(written, AVERAGE_FAN_OUT * (lookahead + 1))
         if written > self.branch_budget:
             raise ConfigError(
                 f"branch_budget must be at least {written}, the sum of the hand-written list, got {self.branch_budget}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from statistics import median
 
 from speculator_service.saguaro.domain import check_at_least
 
@@ -11,6 +11,9 @@ VERIFICATION = "verification"
 
 PLAIN = "plain"
 """Kind of the same time where nothing was verified but the bonus token."""
+
+TABLE_ROWS = "rows of a table step"
+"""Kind of the tokens that a step of tables computes, which are no seconds, but kept like them."""
 
 _WINDOW = 32
 """Samples kept of a kind and bucket: enough for a median that one late step does not move, few enough to follow."""
@@ -63,7 +66,7 @@ class RoundTimes:
             return None
         wanted = self.bucket(batch_size)
         nearest = min(by_bucket, key=lambda bucket: (abs(bucket - wanted), bucket))
-        return float(np.median(by_bucket[nearest]))
+        return median(by_bucket[nearest])
 
     def buckets(self, kind: str) -> list[int]:
         """Buckets with data, ascending."""

@@ -203,7 +203,7 @@ class Speculator:
         self._publisher.flush()
         seconds = self._clock() - began
         self.statistics.count_step(made.kind, seconds)
-        self.planner.step_took(made.kind, made.batch_size, seconds)
+        self.planner.step_took(made.kind, made.batch_size, seconds, made.num_rows)
         self._outcomes.note_answers()
         self._plan_if_overdue()
         return True

@@ -28,6 +28,8 @@ class StepMade(NamedTuple):
     kind: StepKind
     batch_size: int
     """Sequences it was for; without those whose tables are empty, and which need no more than their last token."""
+    num_rows: int
+    """Tokens it computed."""
 
 
 class ModelSteps:
@@ -69,18 +71,19 @@ class ModelSteps:
         if Phase.DRAFT in phases:
             drafting = state.in_phase(Phase.DRAFT)
             with self._trace.span("draft step", batch=len(drafting)):
-                return StepMade(StepKind.DRAFT, self._draft(drafting))
+                self._draft(drafting)
+                return StepMade(StepKind.DRAFT, len(drafting), len(drafting))
         if prompt is not None and not tables_turn:
             with self._trace.span("prefill"):
                 self._prefill(prompt)
             self._prefilled_last = True
-            return StepMade(StepKind.PREFILL, 1)
+            return StepMade(StepKind.PREFILL, 1, self._chunk)
         if has_table:
             with self._trace.span("table step"):
-                return StepMade(StepKind.TABLE, self._build_tables(Phase.FORK in phases))
+                return StepMade(StepKind.TABLE, *self._build_tables(Phase.FORK in phases))
         return None
 
-    def _draft(self, rows: NDArray[np.int64]) -> int:
+    def _draft(self, rows: NDArray[np.int64]) -> None:
         """One token of each just-in-time speculation; those that are complete are sent."""
         positions, tokens = self._rows.next_inputs(rows)
         with self._trace.span("model"):
@@ -91,7 +94,6 @@ class ModelSteps:
         complete = self._rows.finish_chains(rows)
         if len(complete):
             self._publisher.reply(complete)
-        return len(rows)
 
     def _prefill(self, row: int) -> None:
         state = self._rows
@@ -112,8 +114,11 @@ class ModelSteps:
         if state.phase[row] == Phase.FORK:
             self._publisher.reply(rows)
 
-    def _build_tables(self, has_forks: bool) -> int:
-        """One step of all tables that are not complete, after beginning those of rows in `Phase.FORK`."""
+    def _build_tables(self, has_forks: bool) -> tuple[int, int]:
+        """One step of all tables that are not complete, after beginning those of rows in `Phase.FORK`.
+
+        Returns the number of tables, and of the tokens computed.
+        """
         state = self._rows
         if has_forks:
             forks = state.in_phase(Phase.FORK)
@@ -125,7 +130,7 @@ class ModelSteps:
             self._statistics.tables += int(np.count_nonzero(has_table))
         rows = state.in_phase(Phase.TABLE)
         if not len(rows):
-            return 0
+            return 0, 0
         step, live = self._branches.next_step(rows)
         with self._trace.span("model", batch=len(rows), live=len(live)):
             logits = self._engine.step(step)
@@ -136,7 +141,7 @@ class ModelSteps:
             if len(named):
                 self._publisher.begin(named)
             self._publisher.write(cells)
-        return int(np.count_nonzero(state.has_table[rows]))
+        return int(np.count_nonzero(state.has_table[rows])), step.live.size
 
     def _drawn_in(self, step: BranchStep, live: NDArray[np.int64], logits: torch.Tensor) -> Drawn:
         """What the ``live`` rows [n] of a step draw, from ``logits`` [b, G, V].

@@ -117,9 +117,9 @@ def next_step(
     live: NDArray[np.bool_],
     places: NDArray[np.int64],
 ) -> int:
-    """Fill in the next step of ``rows`` [b]: the fields [b, B + 1] of a `BranchStep`, which are 0 before.
+    """Fill in the next step of ``rows`` [b]: the fields [b, G] of a `BranchStep`, which are 0 before.
 
-    ``places`` [b (B + 1)] begins with the places of the live rows, whose number is returned.
+    ``places`` [b G] begins with the places of the live rows, whose number is returned.
     """
     count, width = 0, live.shape[1]
     for i, row in enumerate(rows):
@@ -158,7 +158,7 @@ def take_step(
     """Take what was drawn for the live rows of a step.
 
     Args:
-        rows: [b], ``depth`` [b, B + 1], ``places`` [n]: of the step.
+        rows: [b], ``depth`` [b, G], ``places`` [n]: of the step.
         tokens: [n], ``candidates`` [n, M'], ``q`` [n, m] or [n, 0]: drawn.
         named: [b] begins with the rows of which more outcomes are known afterwards.
         cells: [NUM_CELL_NUMBERS, n] begins with the row, column, depth, key and finality of branch cells that are

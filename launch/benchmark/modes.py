@@ -14,7 +14,7 @@ MAX_STEPS = 16
 SSD_OPTIONS: dict[str, dict[str, Any]] = {
     "ssd": {},
     "ssd-no-table": {"service": {"fan_out": 0}},
-    "ssd-auto-fan-out": {"service": {"fan_out": "auto"}},
+    "ssd-fan-out-3": {"service": {"fan_out": 3}},
     "ssd-primary": {"service": {"backup": "primary"}},
     "ssd-suffix": {"service": {"backup": "suffix"}},
     "ssd-empty": {"service": {"backup": "empty"}},

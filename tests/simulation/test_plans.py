@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_lists_after_hits_and_misses_differ() -> None:
 @pytest.mark.parametrize("settings", [{"fan_out": "auto", "adapt_depth": True, "backup": "auto", "downweight": "auto"}])
 def test_everything_automatic(settings: dict[str, Any]) -> None:
     loop = Loop.build(5, **settings)
+    loop.speculator.planner._clock = itertools.count(1e9).__next__  # a plan is due as soon as there are enough outcomes
     verifier = connected(loop)
     run(loop, [verifier], count=40, batch=8, events=0.03)
     assert loop.speculator.statistics.invalid == 0

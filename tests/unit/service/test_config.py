@@ -91,7 +91,7 @@ def test_file_and_flags_that_override_it(tmp_path: Path, name: str, text: str) -
         ("fan_out_after_miss = [1, 2]", r"fan_out_after_miss must have lookahead \+ 1"),
         ("downweight = 'x'", "downweight must be auto or a number"),
         ("adapt_depth = 'yes'", "adapt_depth must be of type bool"),
-        ("branch_budget = 4", "branch_budget is for fan_out auto"),
+        ("fan_out = 3\nbranch_budget = 4", "branch_budget is for fan_out auto"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, words: str) -> None:
@@ -114,7 +114,7 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, words: str) -> None:
         ("fan_out", -1),
         ("fan_out", (1, 2)),
         ("fan_out_after_miss", 1000),
-        ("branch_budget", 7),
+        ("branch_budget", 1025),
         ("backup", "none"),
         ("downweight", -0.1),
         ("num_kept", -1),

@@ -36,8 +36,8 @@ def tell_times(
     planner: Planner, verification: float, table: float, draft: float, batch_size: int = 1, num_missed: int = 1
 ) -> None:
     planner.verification_took(batch_size, verification)
-    planner.step_took(StepKind.TABLE, batch_size, table)
-    planner.step_took(StepKind.DRAFT, num_missed, draft)
+    planner.step_took(StepKind.TABLE, batch_size, table, batch_size * (planner.num_outcomes + 1))
+    planner.step_took(StepKind.DRAFT, num_missed, draft, num_missed)
 
 
 def settle(planner: Planner, times: int = 40) -> None:
@@ -120,7 +120,7 @@ class TestMistakes:
             ({"fan_out": (1, 2)}, r"fan_out must have lookahead \+ 1 = 3 entries"),
             ({"fan_out_after_miss": (1, 2)}, "fan_out_after_miss must have lookahead"),
             ({"fan_out": 400}, "fan_out must prepare at most 1024 outcomes per sequence, got 1200"),
-            ({"branch_budget": 5}, "branch_budget is for fan_out auto"),
+            ({"fan_out": 3, "branch_budget": 5}, "branch_budget is for fan_out auto"),
             ({"fan_out": "auto", "branch_budget": -1}, "branch_budget must be 0 to 1024"),
             ({"fan_out": "auto", "branch_budget": 1025}, "branch_budget must be 0 to 1024"),
             ({"fan_out": "auto", "branch_budget": 3.0}, "branch_budget must be 0 to 1024"),
@@ -191,6 +191,53 @@ class TestMeasuredLists:
         assert planner.plan is not before
         curves = planner._measured.estimates.hit_curves(Source.HIT, 1)
         assert curves[2, 1] > 0.95 > curves[1, 1]
+
+
+class TestBudget:
+    """K = 4, so that 15 outcomes are prepared if there is time for them."""
+
+    def run(self, planner: Planner, per_row: float, constant: float = 0.0, batch_size: int = 4) -> int:
+        """Outcomes that are prepared in the end, where a step takes ``constant`` and for each token ``per_row``."""
+        stream = OutcomeStream(np.full(4, 0.8), power_law_ranks(4, 0.4, 0.8))
+        for _ in range(80):
+            stream.run(planner, 16, batch_size)
+            num_rows = batch_size * (1 + self.prepared(planner))
+            planner.verification_took(batch_size, 1.0)
+            for _ in range(8):
+                planner.step_took(StepKind.TABLE, batch_size, constant + per_row * num_rows, num_rows)
+                planner.step_took(StepKind.DRAFT, 1, constant + per_row, 1)
+            planner.replan()
+        return self.prepared(planner)
+
+    def prepared(self, planner: Planner) -> int:
+        return int(planner.plan.counts[Source.HIT, planner.plan.depth].sum())
+
+    def test_is_all_where_there_is_time(self) -> None:
+        assert self.run(make(4), 0.002) == 15
+
+    def test_is_what_there_is_time_for(self) -> None:
+        """All of it would take 5 steps of 64 tokens: 1.6 verifications."""
+        planner = make(4)
+        prepared = self.run(planner, 0.005)
+        assert 5 <= prepared <= 11
+        forecast = planner.snapshot().forecast
+        assert forecast is not None
+        assert 0.7 < forecast.primary.time <= 1.1
+
+    def test_is_all_where_more_of_it_takes_no_longer(self) -> None:
+        """As on a GPU: fewer outcomes would not be there sooner."""
+        assert self.run(make(4), 0.0, 0.3) == 15
+
+    def test_follows_the_times(self) -> None:
+        planner = make(4)
+        assert self.run(planner, 0.005, 0.05) < 12
+        assert self.run(planner, 0.001, 0.05) >= 13
+
+    @pytest.mark.parametrize(
+        "settings", [{"fan_out": 3}, {"fan_out": (5, 4, 3, 2, 1)}, {"adapt_depth": False}], ids=str
+    )
+    def test_stays_where_it_is_fixed(self, settings: dict[str, Any]) -> None:
+        assert self.run(make(4, **settings), 0.005) == 15
 
 
 class TestDepth:
@@ -489,7 +536,7 @@ class TestReplanning:
     def test_steps_of_other_kinds_and_without_sequences_do_not_count(self) -> None:
         planner = make(4)
         planner.verification_took(1, 1.0)
-        planner.step_took(StepKind.PREFILL, 1, 5.0)
-        planner.step_took(StepKind.TABLE, 0, 0.0)
+        planner.step_took(StepKind.PREFILL, 1, 5.0, 64)
+        planner.step_took(StepKind.TABLE, 0, 0.0, 0)
         planner.replan()
         assert planner.snapshot().forecast is None

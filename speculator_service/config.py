@@ -152,7 +152,9 @@ class SpeculatorConfig:
         num_branches = self.planner_settings().num_outcomes(self.lookahead)
         max_slots = min(self.max_sequences, MAX_ROWS // (1 + num_branches))
         if max_slots < self.max_sequences:
-            logger.warning("serving %d sequences at once: more do not fit into one step; lower fan_out", max_slots)
+            logger.warning(
+                "serving %d sequences at once: more do not fit into one step; lower fan_out or branch_budget", max_slots
+            )
         return DraftConfig(
             self.model_path,
             max_slots,

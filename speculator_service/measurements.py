@@ -71,6 +71,13 @@ class Measurements:
         """Share of prepared outcomes after a speculation of the source; ``prior``: what the plan promises."""
         return min(max(self._hits.mean(source, prior, _PRIOR_WEIGHT), 0.0), 1.0)
 
+    def change_lists(self, factor: NDArray[np.floating]) -> None:
+        """From now on other lists are in use, which promise ``factor`` [S] times the hit rate of those before.
+
+        What was counted is taken for so many times as much.
+        """
+        self._hits.scale(factor)
+
     def tokens_by_depth(self, source: int) -> NDArray[np.float64]:
         """[K] E(D) of speculations of D = 1..K tokens by the draft model, `Source.HIT` or `Source.PRIMARY`.
 
@@ -135,4 +142,4 @@ class Measurements:
         if not table or rows is None or draft is None or rows <= num_missed:
             return 1.0
         share = max(0.0, 1 - draft / table)  # of the rows beyond num_missed
-        return max(0.0, 1 + share * (num_rows - rows) / (rows - num_missed))
+        return 1 + share * (num_rows - rows) / (rows - num_missed)

@@ -68,6 +68,10 @@ class Outlook:
             for depth in range(self._lookahead + 1)
         ]
 
+    def _promised_by_source(self, depth: int, jit_depth: int) -> NDArray[np.float64]:
+        primary = self._promised[Source.PRIMARY, jit_depth]
+        return np.array([self._promised[Source.HIT, depth], primary, primary, self._promised_empty])
+
     def hit_rates(self, depth: int, jit_depth: int) -> list[float]:
         """[S] measured as far as there is data, for speculations of these depths."""
         measured = self._measured
@@ -113,25 +117,29 @@ class Outlook:
 
         ``depth`` and ``jit_depth`` are the current ones.
         """
-        now = self.forecast(batch_size, depth, jit_depth)
-        promised = self._promised[Source.HIT, depth]
+        now, promised = self.forecast(batch_size, depth, jit_depth), self._promised[Source.HIT, depth]
         if now is None or promised == 0:
             return None
         rates = np.minimum(now.primary.hit_rate * lists._promised[Source.HIT, 1:] / promised, 1.0).tolist()
         verifications = self._measured.relative_verification(batch_size, depth).tolist()
-        tokens, fallback = self._tokens[Source.HIT].tolist(), now.backups[backup]
+        num_missed, fallback = _num_missed(batch_size, now.primary.hit_rate), now.backups[backup]
+        rate_after_miss = min(fallback.hit_rate * self.gain(lists, depth, jit_depth)[BACKUPS[backup]], 1.0)
         speedups = []
-        for d, (expected, rate, unit) in enumerate(zip(tokens, rates, verifications, strict=True), 1):
+        for d, (expected, rate, unit) in enumerate(
+            zip(self._tokens[Source.HIT].tolist(), rates, verifications, strict=True), 1
+        ):
             # Times are in units of a verification, which is shorter where it has less to verify.
-            table_step = now.times.table_step * lists._relative_table_step(batch_size, now.primary.hit_rate, d)
-            took = finishing_time(d, table_step / unit, now.times.draft_step / unit)
-            scaled = fallback._replace(time=fallback.time / unit)
+            num_rows = batch_size * (1 + int(lists.counts[Source.HIT, d].sum()))
+            step = now.times.table_step * self._measured.relative_table_step(batch_size, num_missed, num_rows)
+            took = finishing_time(d, step / unit, now.times.draft_step / unit)
+            scaled = fallback._replace(time=fallback.time / unit, hit_rate=rate_after_miss)
             speedups.append(speedup_with(SpeculatorQuality(took, expected, rate), scaled, batch_size) / unit)
         return np.array(speedups)
 
-    def _relative_table_step(self, batch_size: int, hit_rate: float, depth: int) -> float:
-        num_rows = batch_size * (1 + int(self.counts[Source.HIT, depth].sum()))
-        return self._measured.relative_table_step(batch_size, _num_missed(batch_size, hit_rate), num_rows)
+    def gain(self, lists: Outlook, depth: int, jit_depth: int) -> NDArray[np.float64]:
+        """[S] how many times the hit rates of these lists ``lists`` promise after speculations of these depths."""
+        mine, theirs = (outlook._promised_by_source(depth, jit_depth) for outlook in (self, lists))
+        return np.divide(theirs, mine, out=np.ones_like(mine), where=mine > 0)
 
     def best_jit_depth(self, batch_size: int, depth: int, jit_depth: int) -> int:
         """Tokens of a primary backup with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""

@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speculator_service.budget import Budget
 from speculator_service.measurements import Measurements
 from speculator_service.outlook import Forecast, Outlook
 from speculator_service.plan import Plan, PlannerSnapshot, make_plan
 from speculator_service.planner_settings import AUTO, PlannerSettings
 from speculator_service.round_times import PLAIN, TABLE_ROWS, VERIFICATION, RoundTimes
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
-from speculator_service.saguaro.depth import best_depth
 from speculator_service.saguaro.downweight_tuning import DownweightTuner
 from speculator_service.saguaro.fallback import PRIMARY, FallbackPolicy
-from speculator_service.saguaro.fan_out_lists import measured_lists, written_lists
-from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
+from speculator_service.saguaro.sources import BACKUPS, Source
 from speculator_service.statistics import StepKind
 from speculator_service.ways import Decision, Way, Ways
 
@@ -43,8 +42,6 @@ _DUE_AFTER_S = 0.25
 _MOST_KEPT = 64
 """Rounds that wait to be counted, should nobody ask for a plan."""
 _RECENT_BATCHES = 32
-_DEPTH_MARGIN, _BUDGET_MARGIN = 0.03, 0.01
-"""Relative gain that is worth another depth, or other lists."""
 
 
 class Planner:
@@ -88,8 +85,7 @@ class Planner:
         self._policy_size = 0
         """Batch size of the forecast that ``_policy`` knows; 0: none."""
         self._depth = self._jit_depth = self._lone_depth = lookahead
-        self._budget = self.num_outcomes
-        """Outcomes prepared where the fan-out is `AUTO`."""
+        self._budget = Budget(settings, lookahead, vocab_size)
         self._batch_sizes: deque[int] = deque([1], maxlen=_RECENT_BATCHES)
         self._observed: list[tuple[NDArray[Any], ...]] = []
         """Arguments of `observe` that are not counted yet."""
@@ -166,10 +162,10 @@ class Planner:
         is_plain = bool(2 * np.count_nonzero(num_sent) < len(num_sent))
         self._ways.round_took(decision, float(expected.mean()), seconds, is_plain)
 
-    def step_took(self, kind: StepKind, batch_size: int, seconds: float, num_rows: int) -> None:
+    def step_took(self, kind: StepKind, batch_size: int, seconds: float, num_rows: int = 0) -> None:
         """A step of the draft model for so many sequences: DRAFT, those that missed, or TABLE; others do not count.
 
-        ``num_rows``: tokens computed.
+        ``num_rows``: of a table step, dead ones included.
         """
         if kind not in (StepKind.DRAFT, StepKind.TABLE) or not batch_size:
             return
@@ -224,9 +220,10 @@ class Planner:
         """Replace `plan` by what the measurements say now. Milliseconds."""
         self._count_observed()
         batch_size = median_high(self._batch_sizes)
-        outlook = self._outlook(self._budget)
+        outlook = self._budget.outlook(self._measured)
         if self._settings.adapt_depth:
-            outlook = self._fit(outlook, batch_size)
+            now = batch_size, self._depth, self._jit_depth, self._name
+            outlook, self._depth = self._budget.fit(self._measured, *now)
             self._jit_depth = outlook.best_jit_depth(batch_size, self._depth, self._jit_depth)
             self._lone_depth = outlook.best_lone_depth(batch_size, self._depth, self._lone_depth)
         sizes = [1 << bucket for bucket in self._measured.times.buckets(VERIFICATION)]
@@ -252,42 +249,6 @@ class Planner:
         self._num_plans += 1
         self._new_outcomes, self._planned_at = 0, self._clock()
         self._snapshot = self._report(outlook, forecast)
-
-    def _fit(self, outlook: Outlook, batch_size: int) -> Outlook:
-        """Choose by predicted speedup the depth, and the current lists, or in turn longer and shorter ones."""
-        now = batch_size, self._depth, self._jit_depth, self._name
-        best, speedups = outlook, outlook.speedups(*now, outlook)
-        if speedups is None:
-            return outlook
-        budget = self._other_budget()
-        if budget != self._budget:
-            lists = self._outlook(budget)
-            theirs = outlook.speedups(*now, lists)
-            if theirs is not None and theirs.max() > (1 + _BUDGET_MARGIN) * speedups.max():
-                best, speedups, self._budget = lists, theirs, budget
-        self._depth = best_depth(speedups, self._depth, _DEPTH_MARGIN)
-        return best
-
-    def _other_budget(self) -> int:
-        """In turn a smaller and a larger one; the current one if all lists are hand-written."""
-        lists = self._settings.hit_list(self._lookahead), self._settings.miss_list(self._lookahead)
-        if None not in lists:
-            return self._budget
-        return min(self._budget * 4 // 3 + 1, self.num_outcomes) if self._num_plans % 2 else -(-self._budget * 3 // 4)
-
-    def _outlook(self, budget: int) -> Outlook:
-        """What lists of ``budget`` outcomes promise, where they are not hand-written."""
-        measured, settings, lookahead = self._measured, self._settings, self._lookahead
-        lists, curves = [], []
-        for source in range(NUM_SOURCES):
-            curves.append(measured.estimates.hit_curves(source, self.num_outcomes))
-            written = settings.hit_list(lookahead) if source == Source.HIT else settings.miss_list(lookahead)
-            if written is not None:
-                lists.append(written_lists(written, self._vocab_size))
-            else:
-                acceptance = measured.estimates.acceptance_by_position(source)
-                lists.append(measured_lists(budget, acceptance, curves[-1], self._vocab_size))
-        return Outlook(measured, np.stack(lists), np.stack(curves))
 
     def plan_for(self, has_table: bool) -> Plan:
         """The plan, or the one of sequences without tables."""

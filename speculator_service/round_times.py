@@ -13,7 +13,7 @@ PLAIN = "plain"
 """Kind of the same time where nothing was verified but the bonus token."""
 
 TABLE_ROWS = "rows of a table step"
-"""Kind of the tokens that a step of tables computes, which are no seconds, but kept like them."""
+"""Kind of the number of rows of a step of tables: no seconds, but kept like them, beside the step's own."""
 
 _WINDOW = 32
 """Samples kept of a kind and bucket: enough for a median that one late step does not move, few enough to follow."""

@@ -28,8 +28,8 @@ class StepMade(NamedTuple):
     kind: StepKind
     batch_size: int
     """Sequences it was for; without those whose tables are empty, and which need no more than their last token."""
-    num_rows: int
-    """Tokens it computed."""
+    num_rows: int = 0
+    """Of a table step, dead ones included."""
 
 
 class ModelSteps:
@@ -72,12 +72,12 @@ class ModelSteps:
             drafting = state.in_phase(Phase.DRAFT)
             with self._trace.span("draft step", batch=len(drafting)):
                 self._draft(drafting)
-                return StepMade(StepKind.DRAFT, len(drafting), len(drafting))
+                return StepMade(StepKind.DRAFT, len(drafting))
         if prompt is not None and not tables_turn:
             with self._trace.span("prefill"):
                 self._prefill(prompt)
             self._prefilled_last = True
-            return StepMade(StepKind.PREFILL, 1, self._chunk)
+            return StepMade(StepKind.PREFILL, 1)
         if has_table:
             with self._trace.span("table step"):
                 return StepMade(StepKind.TABLE, *self._build_tables(Phase.FORK in phases))
@@ -117,7 +117,7 @@ class ModelSteps:
     def _build_tables(self, has_forks: bool) -> tuple[int, int]:
         """One step of all tables that are not complete, after beginning those of rows in `Phase.FORK`.
 
-        Returns the number of tables, and of the tokens computed.
+        Returns the number of tables and of rows.
         """
         state = self._rows
         if has_forks:

@@ -37,7 +37,7 @@ class TableShape:
 
     num_slots: int
     num_outcomes: int
-    """Outcomes prepared per sequence: sum of the fan-out list (B, or MQ)."""
+    """Outcomes prepared per sequence at most: sum of the longest fan-out list (B, or MQ)."""
     lookahead: int
     """K."""
     num_kept: int = 0

@@ -43,6 +43,11 @@ class DiscountedMeans:
         self._sum = decay * self._sum + np.bincount(group, values, minlength=size)
         self._squares = decay * self._squares + np.bincount(group, values * values, minlength=size)
 
+    def scale(self, factor: NDArray[np.floating]) -> None:
+        """Take the values so far for ``factor`` [G] times as large."""
+        self._sum *= factor
+        self._squares *= factor**2
+
     def weight(self, group: int) -> float:
         """Values that still count."""
         return float(self._weight[group])

@@ -44,7 +44,7 @@ def test_plans_are_consistent(
         planner.observe(source, accepted, sent, rank, np.maximum(rank + 1, 3), generator.random(100), hit)
         planner.verification_took(batch_size, seconds[0])
         planner.step_took(StepKind.TABLE, batch_size, seconds[1], 1 + len(seconds))
-        planner.step_took(StepKind.DRAFT, max(1, batch_size // 3), seconds[2], 1)
+        planner.step_took(StepKind.DRAFT, max(1, batch_size // 3), seconds[2])
         planner.replan()
         assert 0 <= planner.new_sequence() <= 1
         assert planner.choose_backup(batch_size, 1) in (Source.PRIMARY, Source.SUFFIX, Source.EMPTY)

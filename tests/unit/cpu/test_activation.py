@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,10 +15,10 @@ from sglang_ssd import cpu
 
 
 def run_python(code: str) -> str:
-    """Output of ``code`` in a fresh interpreter."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False
-    )
+    """Output of ``code`` in a fresh interpreter, which inherits nothing of what this process was made to be."""
+    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_USE_CPU_ENGINE"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

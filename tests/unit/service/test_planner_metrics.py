@@ -32,7 +32,7 @@ def test_what_was_measured() -> None:
     planner = Planner(PlannerSettings(downweight="auto", adapt_depth=False), 2, 100)
     planner.verification_took(1, 0.5)
     planner.step_took(StepKind.TABLE, 1, 0.05, 16)
-    planner.step_took(StepKind.DRAFT, 1, 0.1, 1)
+    planner.step_took(StepKind.DRAFT, 1, 0.1)
     OutcomeStream(np.full(2, 0.8), power_law_ranks(2, 0.5, 1)).run(planner, 200, downweight=0.4)
     planner.replan()
     values = samples(planner)

@@ -33,7 +33,10 @@ def activate() -> bool:
 
     operators.register()
     # sgl_kernel finds no library for this machine and then imports `common_ops`. Child processes inherit sys.path.
-    sys.path.append(os.path.join(os.path.dirname(__file__), "importable"))
+    # Other programs that are started inherit the switch above, and may import sgl_kernel before any plugin.
+    folder = os.path.join(os.path.dirname(__file__), "importable")
+    sys.path.append(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))
     sglang_hooks.install()
     _activated = True
     logger.info("no accelerator and no native CPU operators: SGLang runs on the torch_cpu operators of sglang-ssd")

@@ -16,7 +16,8 @@ from sglang_ssd import cpu
 
 def run_python(code: str) -> str:
     """Output of ``code`` in a fresh interpreter, which inherits nothing of what this process was made to be."""
-    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_USE_CPU_ENGINE"}
+    made = ("SGLANG_USE_CPU_ENGINE", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in made}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert result.returncode == 0, result.stderr
@@ -93,3 +94,17 @@ def test_a_child_process_finds_the_operators_before_its_plugins_are_loaded() -> 
         """
     )
     assert "exit 0" in out
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_another_program_that_it_starts_is_not_disturbed() -> None:
+    """It inherits the environment, and imports SGLang's kernels before it loads plugins."""
+    run_python(
+        """
+        import subprocess, sys
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        subprocess.run([sys.executable, "-c", "import sgl_kernel"], check=True)
+        """
+    )

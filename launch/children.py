@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+_SERVER_PORTS = range(20_000, 32_000)
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 REPORT_EVERY_S = 10.0
@@ -35,10 +37,15 @@ def say(message: str) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that is free now.
+
+    It is below those that systems give to clients, any of which could take it while a server starts.
+    """
+    while True:
+        port = secrets.choice(_SERVER_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def end_on_signals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
+_SERVER_PORTS = range(20_000, 32_000)
 _POLL_S = 0.1
 _TERMINATE_WITHIN_S = 15.0
 _KILL_WITHIN_S = 10.0
@@ -25,10 +27,15 @@ class ServerFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that is free now.
+
+    It is below those that systems give to clients, any of which could take it while a server starts.
+    """
+    while True:
+        port = secrets.choice(_SERVER_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(condition: Callable[[], bool], within_s: float, what: str | Callable[[], object]) -> None:

@@ -67,10 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="(1 8 32)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="(0 1)")
     parser.add_argument("--rounds", type=int, default=100, help="measured of each case (%(default)s)")
-    parser.add_argument("--branches", type=int, metavar="N", help="measure what N branches cost, and nothing else")
-    parser.add_argument(
-        "--products", action="store_true", help="measure products with packed weights, and nothing else"
-    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--branches", type=int, metavar="N", help="measure what N branches cost, and nothing else")
+    instead.add_argument("--products", action="store_true", help="measure products of packed weights, and nothing else")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     arguments = parser.parse_args()
     for name in ("lookahead", "fan_out", "num_kept", "rounds", "branches"):

@@ -220,8 +220,9 @@ class Planner:
         """Replace `plan` by what the measurements say now. Milliseconds."""
         self._count_observed()
         batch_size = median_high(self._batch_sizes)
-        outlook = self._budget.outlook(self._measured)
-        if self._settings.adapt_depth:
+        if not self._settings.adapt_depth:
+            outlook = self._budget.outlook(self._measured)
+        else:
             now = batch_size, self._depth, self._jit_depth, self._name
             outlook, self._depth = self._budget.fit(self._measured, *now)
             self._jit_depth = outlook.best_jit_depth(batch_size, self._depth, self._jit_depth)

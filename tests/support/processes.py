@@ -30,12 +30,15 @@ def free_port() -> int:
     """A TCP port of the loopback interface that is free now.
 
     It is below those that systems give to clients, any of which could take it while a server starts.
+
+    Raises:
+        OSError: there is none.
     """
-    while True:
-        port = secrets.choice(_SERVER_PORTS)
+    for port in secrets.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise OSError("no port is free")
 
 
 def wait_until(condition: Callable[[], bool], within_s: float, what: str | Callable[[], object]) -> None:

@@ -1,11 +1,12 @@
 """Distil a draft for the chat model: the target writes text for made-up instructions, and a few of its layers learn.
 
-  write   the target answers instructions; text and likeliest next tokens are kept in --folder, part by part: an
-          interrupted run is resumed by the same command
+  write   the target answers instructions, some of its own making; text and likeliest next tokens are kept in
+          --folder, part by part: an interrupted run is resumed by the same command
   train   a draft made of some of the target's layers learns these distributions; writes --output, which
           `launch/quickstart --chat` uses once it is launch/chat/draft.safetensors
 
-Seeded. Both use all of OMP_NUM_THREADS threads.
+Seeded. Both use all of OMP_NUM_THREADS threads, and bfloat16 where the CPU has instructions for it. Several processes
+of one thread write most, each with a --folder and a --seed of its own; their parts, renamed, make one folder.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from children import end_on_signals, say
 from ssd_proto.errors import ConfigError
 
 _PROMPTS_AT_ONCE = 1000
+_MARK = "@@"
+_OWN = 0.4
+"""Share of documents in which the target writes the user's message itself: these are more varied than any list."""
 _PLAIN, _PLAIN_STUB = 0.1, 0.5
 """Share of instructions, and of function stubs, that are text to be continued rather than a user's message."""
 
@@ -63,12 +67,14 @@ def parse_arguments() -> argparse.Namespace:
 def write(arguments: argparse.Namespace, model_path: str) -> None:
     """All parts that are not there. Raises `ConfigError`."""
     import numpy as np
+    import torch
     from distillation.corpus import check_about
+    from distillation.training import has_bfloat16
     from distillation.writer import Writer
 
     about = {"target": Path(model_path).name, "seed": arguments.seed}
     check_about(arguments.folder, about)
-    model, tokenizer = load(model_path)
+    model, tokenizer = load(model_path, torch.bfloat16 if has_bfloat16() else torch.float32)
     writer = Writer(model, tokenizer.eos_token_id, arguments.rows, arguments.length, arguments.max_answer)
     for number in range(arguments.parts):
         if (arguments.folder / f"part-{number:04d}.npz").exists():
@@ -90,7 +96,7 @@ def train(arguments: argparse.Namespace, model_path: str) -> None:
     corpus, held_out = Corpus.read(arguments.folder).split(arguments.held_out)
     if len(corpus) < arguments.batch_rows:
         raise ConfigError(f"There are {len(corpus)} rows to train on: write more, or lower --batch-rows.")
-    model, tokenizer = load(model_path)
+    model, tokenizer = load(model_path, torch.float32)
     torch.manual_seed(arguments.seed)
     vocab_size, num_layers = model.config.vocab_size, model.config.num_hidden_layers
     if not all(0 <= layer < num_layers for layer in arguments.layers):
@@ -135,13 +141,12 @@ def told(found: Any) -> str:
     return f"loss {found.loss:.3f}, same first {found.same_first:.3f}, sum of min(p, q) {found.overlap:.3f}"
 
 
-def load(model_path: str) -> tuple[Any, Any]:
-    """Target in float32 and its tokenizer. Raises `ConfigError`."""
-    import torch
+def load(model_path: str, dtype: Any) -> tuple[Any, Any]:
+    """Target and its tokenizer. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -151,20 +156,27 @@ def load(model_path: str) -> tuple[Any, Any]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def prompts_of(tokenizer: Any, seed: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Token ids of instructions without end, most of them in the chat template."""
+def prompts_of(tokenizer: Any, seed: Sequence[int]) -> Iterator[Any]:
+    """Prompts without end, most of them in the chat template."""
     import numpy as np
     from distillation.instructions import make_instructions
+    from distillation.writer import Prompt
+
+    def templated(content: str, **options: bool) -> Any:
+        message = [{"role": "user", "content": content}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **options)
 
     chance = np.random.default_rng([*seed, 1])
+    before_message = tokenizer(templated(_MARK, tokenize=False).partition(_MARK)[0])["input_ids"]
     while True:
         for instruction in make_instructions(_PROMPTS_AT_ONCE, int(chance.integers(2**31))):
             is_stub = instruction.startswith(("from typing", "def "))
-            if chance.random() < (_PLAIN_STUB if is_stub else _PLAIN):
-                yield tokenizer(instruction)["input_ids"]
+            if chance.random() < _OWN:
+                yield Prompt(before_message, num_ends=2)
+            elif chance.random() < (_PLAIN_STUB if is_stub else _PLAIN):
+                yield Prompt(tokenizer(instruction)["input_ids"])
             else:
-                message = [{"role": "user", "content": instruction}]
-                yield tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+                yield Prompt(templated(instruction))
 
 
 def progress(name: str, every: int) -> Callable[[int], None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from distillation.corpus import Corpus
 from distillation.muon import Muon32
@@ -98,7 +98,9 @@ def train(
             for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
                 group["lr"] = rate * factor
         batch = next(batches)
-        loss = _cross_entropy(student(batch.tokens, batch.starts, batch.wanted).log_softmax(-1), batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16()):
+            logits = student(batch.tokens, batch.starts, batch.wanted)
+        loss = _cross_entropy(logits.float().log_softmax(-1), batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_([weight for _, weight in student.learned()], 1.0)
         for optimizer in optimizers:
@@ -124,6 +126,11 @@ def score(student: Student, batches: Batches, num_rows: int, size: int) -> Score
     return Score(*(sums / max(count, 1)).tolist())
 
 
+def has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16, with which products take a quarter of the time."""
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def rate_factor(step: int, num_steps: int) -> float:
     """Up within the first steps, then down along a cosine.
 
@@ -145,7 +152,9 @@ def _optimizers(student: Student, learning_rate: float) -> list[Optimizer]:
     """Muon for matrices, AdamW for the norms."""
     weights = [weight for _, weight in student.learned()]
     matrices, vectors = [w for w in weights if w.dim() == 2], [w for w in weights if w.dim() != 2]
-    return [
-        Muon32(matrices, lr=learning_rate, weight_decay=0.01),
-        AdamW(vectors, lr=learning_rate, weight_decay=0.0),
-    ]
+    muon: Optimizer
+    if has_bfloat16():
+        muon = Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    else:
+        muon = Muon32(matrices, lr=learning_rate, weight_decay=0.01)
+    return [muon, AdamW(vectors, lr=learning_rate, weight_decay=0.0)]

@@ -7,7 +7,7 @@ when one ends.  So no row ever waits for another one, and every forward has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ _TEMPERATURES = (0.3, 0.7, 1.0)
 """Of the documents, in turn."""
 _GOES_ON = 0.15
 """Share of documents that are continued after their end, as benchmarks do that want answers of one length."""
+
+
+class Prompt(NamedTuple):
+    """What a document begins with."""
+
+    tokens: Sequence[int]
+    num_ends: int = 1
+    """Ends of a message that the target writes before the document ends: 2 where it writes the user's, too."""
 
 
 class Cache:
@@ -55,9 +63,9 @@ class Writer:
 
     @torch.inference_mode()
     def write(
-        self, prompts: Iterator[Sequence[int]], generator: np.random.Generator, advance: Callable[[int], None]
+        self, prompts: Iterator[Prompt], generator: np.random.Generator, advance: Callable[[int], None]
     ) -> Corpus:
-        """Rows full of documents, each of which begins with the next of the ``prompts`` (token ids)."""
+        """Rows full of documents, each of which begins with the next of the ``prompts``."""
         n, length = self._rows, self._length
         corpus = _empty(n, length)
         documents = [_Document(next(prompts), 0, generator) for _ in range(n)]
@@ -116,11 +124,12 @@ class Writer:
 class _Document:
     """A prompt that is fed, then an answer that is drawn."""
 
-    def __init__(self, prompt: Sequence[int], start: int, generator: np.random.Generator) -> None:
+    def __init__(self, prompt: Prompt, start: int, generator: np.random.Generator) -> None:
         self.start = start
+        self._ends_left = prompt.num_ends
         self.temperature = float(generator.choice(_TEMPERATURES))
         self._goes_on = generator.random() < _GOES_ON
-        self._given = list(reversed(prompt))
+        self._given = list(reversed(prompt.tokens))
         self._num_drawn = 0
 
     @property
@@ -136,7 +145,8 @@ class _Document:
         """Go on with a drawn token; False if the document ends with it."""
         self._num_drawn += 1
         self._given.append(token)
-        return self._num_drawn < max_answer and (token != stop or self._goes_on)
+        self._ends_left -= token == stop
+        return self._num_drawn < max_answer and (self._ends_left > 0 or self._goes_on)
 
 
 def _empty(rows: int, length: int) -> Corpus:

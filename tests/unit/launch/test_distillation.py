@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from distillation.instructions import make_instructions  # noqa: E402
 from distillation.muon import Muon32  # noqa: E402
 from distillation.student import Student, choose_tokens  # noqa: E402
 from distillation.training import Batches, score, train  # noqa: E402
-from distillation.writer import Writer  # noqa: E402
+from distillation.writer import Prompt, Writer, _Document  # noqa: E402
 
 TARGET = ROOT / "tests" / "models" / "tiny-target"
 ROWS, LENGTH, MAX_ANSWER, STOP = 6, 48, 10, 1
@@ -43,9 +44,9 @@ def corpus(target: Any) -> Corpus:
 
 
 def write(target: Any, seed: int) -> Corpus:
-    def prompts() -> Iterator[tuple[int, ...]]:
+    def prompts() -> Iterator[Prompt]:
         while True:
-            yield from PROMPTS
+            yield from map(Prompt, PROMPTS)
 
     steps: list[int] = []
     writer = Writer(target, STOP, ROWS, LENGTH, MAX_ANSWER)
@@ -77,6 +78,14 @@ class TestText:
             is_written = corpus.is_written[row, begin:end]
             assert is_written.tolist() == [at >= len(prompt) - 1 for at in range(len(tokens))]
             assert is_written.sum() <= MAX_ANSWER
+
+    @pytest.mark.parametrize("num_ends", [1, 2])
+    def test_a_document_ends_with_its_last_message(self, num_ends: int) -> None:
+        generator = SimpleNamespace(choice=lambda of: of[0], random=lambda: 1.0)  # never goes on after its end
+        document = _Document(Prompt((5, 300), num_ends), 0, generator)  # type: ignore[arg-type]
+        assert [document.next_token(), document.next_token()] == [5, 300]
+        goes_on = [document.take(token, STOP, MAX_ANSWER) for token in (7, STOP, 8, STOP)]
+        assert goes_on == [True, num_ends > 1, num_ends > 1, False]
 
     def test_rows_are_full(self, corpus: Corpus) -> None:
         assert len(documents(corpus)) > 2 * ROWS

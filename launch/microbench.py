@@ -10,7 +10,7 @@ Both ends of a channel run in one process and one thread, with a real draft mode
 
 and the look-up of 256 sequences with 32 prepared outcomes each. With --branches N instead: a step of the draft model
 with N branches of one sequence beside a step with one, after 512 tokens. With --products: products of a few rows with
-weights as PyTorch has them and packed. Use one core: OMP_NUM_THREADS=1 taskset -c 1.
+weights as PyTorch has them, packed, and packed in bfloat16. Use one core: OMP_NUM_THREADS=1 taskset -c 1.
 """
 
 from __future__ import annotations
@@ -153,10 +153,11 @@ def main() -> int:
 
 def measure_products(arguments: argparse.Namespace) -> None:
     """What packed weights save."""
-    table = Table("weight", "rows", "PyTorch, us", "packed, us", "times as long")
+    table = Table("weight", "rows", "PyTorch, us", "packed", "ratio", "bfloat16", "ratio")
     costs = list(measure_product_costs())
-    for (n, k), rows, plain, packed in costs:
-        table.add_row(f"{n} x {k}", str(rows), f"{plain:.0f}", f"{packed:.0f}", f"{packed / plain:.2f}")
+    for (n, k), rows, plain, *others in costs:
+        shown = (text for us in others for text in (f"{us:.0f}", f"{us / plain:.2f}"))
+        table.add_row(f"{n} x {k}", str(rows), f"{plain:.0f}", *shown)
     Console().print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps({"products": [cost._asdict() for cost in costs]}, indent=1) + "\n")

@@ -51,7 +51,9 @@ class SpeculatorConfig:
         "less work for the output layer of a small draft on a CPU; default: all tokens",
     )
     device: str = _option("cpu", "device of the draft model: cpu, cuda or cuda:N; it must not be the target's")
-    dtype: str = _option("auto", "auto (float32 on a CPU, else the model's own), float32, float16 or bfloat16")
+    dtype: str = _option(
+        "auto", "auto (float32 with fast products on a CPU, else the model's own), float32, float16 or bfloat16"
+    )
     attention_backend: str | None = _option(
         None, "shared_trunk (CPU only, default there) or a decode backend of SGLang (default on CUDA: triton)"
     )

@@ -90,7 +90,7 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     add("--chat", action="store_true", help="prompts are a user's messages in the chat template of the target; without "
         "--model-path and --draft-model-path the models are the pair of launch/quickstart --chat")  # fmt: skip
     add("--device", default="cpu", help="of the target (%(default)s)")
-    add("--dtype", default="float32", help="of both models (%(default)s)")
+    add("--dtype", default="float32", help="of the models (%(default)s); on a CPU SSD's draft has its own")
     add("--attention-backend", help="of the target in every mode but ar-torch-native; default: the fastest one, "
         "which on a CPU is the plugin's torch_cpu")  # fmt: skip
     add("--max-total-tokens", type=int, default=20000, help="KV cache of each server (%(default)s)")

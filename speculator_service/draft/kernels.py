@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from speculator_service.compiled import compiled_for
@@ -25,6 +26,7 @@ _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to more than 24 bits
 _TAYLOR_2, _TAYLOR_3, _TAYLOR_4, _TAYLOR_5, _TAYLOR_6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _LARGEST_EXPONENT = np.float32(87)
+_LARGEST_FLOAT = np.float32(3.4e38)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -120,25 +122,79 @@ def by_row(mixed: Floats, out: Floats) -> None:
                         out[i * rows + g, (h * repeats + r) * size + j] = mixed[i, h, g, r, j]
 
 
+@njit(inline="always")
+def _exponentials(z: Floats, bits: NDArray[np.int32], out: Floats) -> None:
+    """``out`` [n] becomes e**z; ``bits`` [n] is room for powers of two.
+
+    2**w * e**f, f within half of ln 2 by a polynomial: unlike a library call it becomes vector code.
+    """
+    power = bits.view(np.float32)
+    for j in range(len(z)):
+        clipped = min(max(z[j], -_LARGEST_EXPONENT), _LARGEST_EXPONENT)
+        whole = np.floor(clipped * _LOG2_E + _HALF)
+        f = clipped - whole * _LN2_HIGH - whole * _LN2_LOW
+        tail = _TAYLOR_3 + f * (_TAYLOR_4 + f * (_TAYLOR_5 + f * _TAYLOR_6))
+        out[j] = _ONE + f * (_ONE + f * (_TAYLOR_2 + f * tail))
+        bits[j] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+    for j in range(len(z)):
+        out[j] *= power[j]
+
+
 @_compiled("void(float32[:,::1], float32[:,::1])")
 def gate(both: Floats, out: Floats) -> None:
-    """``out`` [n, M] becomes silu(gate) * up, where ``both`` [n, 2 M] is gate beside up.
-
-    The exponential is 2**w * e**f, f within half of ln 2 by a polynomial: unlike a library call it becomes vector code.
-    """
+    """``out`` [n, M] becomes silu(gate) * up, where ``both`` [n, 2 M] is gate beside up."""
     n, size = out.shape
-    bits = np.empty(size, np.int32)
-    power, series = bits.view(np.float32), np.empty(size, np.float32)
+    bits, z, power = np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.float32)
     for i in range(n):
         for j in range(size):
-            z = min(max(-both[i, j], -_LARGEST_EXPONENT), _LARGEST_EXPONENT)
-            whole = np.floor(z * _LOG2_E + _HALF)
-            f = z - whole * _LN2_HIGH - whole * _LN2_LOW
-            tail = _TAYLOR_3 + f * (_TAYLOR_4 + f * (_TAYLOR_5 + f * _TAYLOR_6))
-            series[j] = _ONE + f * (_ONE + f * (_TAYLOR_2 + f * tail))
-            bits[j] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+            z[j] = -both[i, j]
+        _exponentials(z, bits, power)
         for j in range(size):
-            out[i, j] = both[i, j] / (_ONE + series[j] * power[j]) * both[i, size + j]
+            out[i, j] = both[i, j] / (_ONE + power[j]) * both[i, size + j]
+
+
+@njit(inline="always")
+def _ordered(bits: np.int32) -> np.int32:
+    """An integer that is ordered as the float32 of these ``bits``, and back; integer maxima become vector code."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@_compiled("void(float32[:,:,:,:,::1], boolean[:,:,::1], int64[:,::1], int64[:,::1], int64, float32)")
+def masked_softmax(
+    scores: Floats, allowed: Bools, key_positions: Ints, query_positions: Ints, window: int, scale: float
+) -> None:
+    """Attention's weights, in place: ``scores`` [b, k, G, r, S] become softmax(scores * ``scale``) over the keys seen.
+
+    A row sees what is ``allowed`` [b, G, S] (at least one key) and within ``window`` (-1: any distance); positions
+    [b, S], [b, G]. All scores are finite.
+    """
+    batch, key_heads, rows, repeats, length = scores.shape
+    bits, seen, z = np.empty(length, np.int32), np.empty(length, np.float32), np.empty(length, np.float32)
+    z_bits, highest_bits = z.view(np.int32), np.empty(1, np.int32)
+    highest = highest_bits.view(np.float32)
+    for i in range(batch):
+        for g in range(rows):
+            first = query_positions[i, g] - window if window >= 0 else np.int64(0)
+            for t in range(length):
+                seen[t] = np.float32(allowed[i, g, t] and key_positions[i, t] >= first)
+            for h in range(key_heads):
+                for r in range(repeats):
+                    row = scores[i, h, g, r]
+                    for t in range(length):
+                        z[t] = row[t] * scale if seen[t] > 0 else -_LARGEST_FLOAT
+                    largest, total = _ordered(z_bits[0]), np.float32(0)
+                    for t in range(length):
+                        largest = max(largest, _ordered(z_bits[t]))
+                    highest_bits[0] = _ordered(largest)
+                    for t in range(length):
+                        z[t] -= highest[0]
+                    _exponentials(z, bits, row)
+                    for t in range(length):
+                        row[t] *= seen[t]
+                        total += row[t]
+                    factor = _ONE / total
+                    for t in range(length):
+                        row[t] *= factor
 
 
 @_compiled(

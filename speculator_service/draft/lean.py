@@ -1,35 +1,31 @@
 """A short forward for Llama-like models on CPU, on the weights and KV cells of a model that SGLang has loaded.
 
 A step of a small model on CPU is mostly dispatch: SGLang's module tree costs more than the arithmetic. This is the same
-arithmetic in float32: SGLang's matrix products, PyTorch's attention, and one compiled pass between each two of them
-(:mod:`speculator_service.draft.kernels`). It is an optimisation only: a model is taken if its parts are exactly the
-known ones, and :func:`agrees` has compared the two forwards; any other model runs through SGLang's own.
+arithmetic in float32: matrix products, SGLang's or rounded ones (:mod:`speculator_service.draft.products`), and one
+compiled pass between each two of them (:mod:`speculator_service.draft.kernels`). It is an optimisation only: a model is
+taken if its parts are exactly the known ones, and :func:`agrees` has compared the two forwards; any other model runs
+through SGLang's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from speculator_service.draft import kernels
 from speculator_service.draft.kernels import Floats
+from speculator_service.draft.products import Product, SGLangProducts
 from speculator_service.draft.trunk_attention import AttentionPlan
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Products are SGLang's, the rest are views for the kernels."""
+    """Products, and views for the kernels."""
 
     input_norm: Floats  # [H]
     qkv: Product  # [n, H] to [n, (heads + 2 * key_heads) * D]
@@ -57,7 +53,9 @@ class _Space:
 class LeanForward:
     """Token ids to logits; made by :func:`make_lean`."""
 
-    def __init__(self, model: Any, layers: list[_Layer], context_length: int, vocab_size: int) -> None:
+    def __init__(
+        self, model: Any, layers: list[_Layer], context_length: int, vocab_size: int, products: SGLangProducts
+    ) -> None:
         first = model.model.layers[0].self_attn
         self._layers = layers
         self._key_heads, self._repeats = first.num_kv_heads, first.num_heads // first.num_kv_heads
@@ -65,7 +63,7 @@ class LeanForward:
         self._eps = float(model.model.norm.variance_epsilon)
         self._embedding = _view(model.model.embed_tokens.weight)
         self._norm = _view(model.model.norm.weight)
-        self._head = _head(model, vocab_size)
+        self._head, self._batched = products.head(model, vocab_size), products.batched
         cos, sin = first.rotary_emb.cos_sin_cache[:context_length].float().chunk(2, -1)
         self._cos, self._sin = _view(cos.contiguous()), _view(sin.contiguous())
         self._widths = _widths(model)
@@ -107,10 +105,17 @@ class LeanForward:
         )
         keys, values = self._gathered(plan)
         kernels.gather(layer.keys, layer.values, plan.keys.numpy().reshape(b, -1), keys.numpy(), values.numpy())
-        bias = plan.bias(layer.window, r, torch.float32)
-        folded = space.query.view(b, k, g * r, size)
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=layer.scale)
-        kernels.by_row(mixed.contiguous().view(b, k, g, r, size).numpy(), space.mixed_)
+        scores = self._batched(space.query.view(b * k, g * r, size), keys.view(b * k, -1, size).transpose(1, 2))
+        kernels.masked_softmax(
+            scores.numpy().reshape(b, k, g, r, -1),
+            plan.allowed,
+            plan.key_positions,
+            plan.query_positions,
+            layer.window,
+            layer.scale,
+        )
+        mixed = self._batched(scores, values.view(b * k, -1, size))
+        kernels.by_row(mixed.view(b, k, g, r, size).numpy(), space.mixed_)
 
     def _space(self, rows: int) -> _Space:
         if rows > len(self._buffers[0]):
@@ -134,7 +139,12 @@ class LeanForward:
 
 
 def make_lean(
-    model: Any, keys: list[torch.Tensor], values: list[torch.Tensor], context_length: int, vocab_size: int
+    model: Any,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    context_length: int,
+    vocab_size: int,
+    products: SGLangProducts,
 ) -> LeanForward | None:
     """The short forward of an SGLang model, or None if the model has a part that it does not know.
 
@@ -150,8 +160,8 @@ def make_lean(
         return None
     if len(model.model.layers[0].self_attn.rotary_emb.cos_sin_cache) < context_length:
         return None
-    layers = [_layer(layer, keys[i], values[i]) for i, layer in enumerate(model.model.layers)]
-    return LeanForward(model, layers, context_length, vocab_size)
+    layers = [_layer(layer, keys[i], values[i], products) for i, layer in enumerate(model.model.layers)]
+    return LeanForward(model, layers, context_length, vocab_size, products)
 
 
 def agrees(lean: torch.Tensor, model: torch.Tensor) -> bool:
@@ -172,7 +182,7 @@ def _known(layer: Any) -> bool:
     return plain and rotated and all(type(norm).__name__ == "RMSNorm" for norm in norms)
 
 
-def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
+def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, products: SGLangProducts) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norm = None
     if hasattr(attention, "q_norm"):
@@ -180,12 +190,12 @@ def _layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
         head_norm = _view(torch.cat([query, attention.k_norm.weight.expand(attention.num_kv_heads, -1)]))
     return _Layer(
         _view(layer.input_layernorm.weight),
-        _product(attention.qkv_proj),
+        products.linear(attention.qkv_proj),
         head_norm,
-        _product(attention.o_proj),
+        products.linear(attention.o_proj),
         _view(layer.post_attention_layernorm.weight),
-        _product(mlp.gate_up_proj),
-        _product(mlp.down_proj),
+        products.linear(mlp.gate_up_proj),
+        products.linear(mlp.down_proj),
         _view(keys),
         _view(values),
         attention.attn.scaling,
@@ -199,20 +209,6 @@ def _widths(model: Any) -> tuple[int, int, int, int, int]:
     hidden, intermediate = first.mlp.down_proj.weight.shape
     heads = first.self_attn.num_heads * first.self_attn.head_dim
     return hidden, hidden, heads, heads, intermediate
-
-
-def _product(linear: Any) -> Product:
-    return partial(linear.quant_method.apply, linear, bias=linear.bias)
-
-
-def _head(model: Any, vocab_size: int) -> Product:
-    """The output layer."""
-
-    def logits(normed: torch.Tensor) -> torch.Tensor:
-        padded: torch.Tensor = model.logits_processor._compute_lm_head(normed, model.lm_head)
-        return padded[:, :vocab_size].contiguous()
-
-    return logits
 
 
 def _view(tensor: torch.Tensor) -> Floats:

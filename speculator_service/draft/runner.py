@@ -13,6 +13,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 import logging
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from speculator_service.draft.aliased_rows import upload
 from speculator_service.draft.cells import CellTable
 from speculator_service.draft.config import DraftConfig
 from speculator_service.draft.lean import LeanForward, agrees, make_lean
+from speculator_service.draft.products import Bfloat16Products, SGLangProducts, can_round
 from speculator_service.draft.sglang_arguments import server_arguments
 from speculator_service.draft.token_map import read_token_map
 from speculator_service.draft.trunk_attention import AttentionPlan, attend, plan_extend
@@ -168,22 +170,22 @@ class DraftRunner:
         if self.token_map is None or len(self._trial(1)[2]) != len(token_map):  # some models do not use what they have
             raise ConfigError("The draft model's output layer cannot be reduced; leave out the token map.")
 
-    def try_lean(self, context_length: int) -> None:
+    def try_lean(self, context_length: int, *, is_rounded: bool) -> None:
         """Use the short forward from now on, if it knows the model and computes what the model computes.
 
-        To be called before any cell holds something.
+        To be called before any cell holds something. ``is_rounded``: with products in bfloat16, where that is faster.
         """
-        runner = self._runner
-        pool = runner.token_to_kv_pool
+        model, pool = self._runner.model, self._runner.token_to_kv_pool
         num_logits = self.vocab_size if self.token_map is None else len(self.token_map)
-        lean = make_lean(runner.model, pool.k_buffer, pool.v_buffer, context_length, num_logits)
+        make = partial(make_lean, model, pool.k_buffer, pool.v_buffer, context_length, num_logits)
+        lean = make(SGLangProducts())
         if lean is None:
             return
         tokens, plan, wanted = self._trial(min(4, context_length))
         with torch.inference_mode():
             got = lean(tokens, plan, last_only=True)[0]
         if agrees(got, wanted):
-            self._lean = lean
+            self._lean = make(Bfloat16Products()) if is_rounded and can_round(model) else lean
         else:
             logger.warning("The short CPU forward differs from SGLang's for this model and is not used.")
 
@@ -327,7 +329,7 @@ def load_runner(config: DraftConfig) -> DraftRunner:
     if config.token_map is not None:
         draft.narrow(read_token_map(config.token_map, draft.vocab_size, config.least_logits))
     if config.lean:
-        draft.try_lean(model_config.context_len)
+        draft.try_lean(model_config.context_len, is_rounded=config.dtype == "auto")
     return draft
 
 

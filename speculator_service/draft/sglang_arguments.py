@@ -14,7 +14,7 @@ def server_arguments(config: DraftConfig) -> dict[str, object]:
         "trust_remote_code": config.trust_remote_code,
         "device": config.device_type,
         "base_gpu_id": config.gpu_id,
-        # A lean forward exists in float32 only, and few CPUs are faster in anything else.
+        # A lean forward exists in float32 only; its products may be rounded (products.py).
         "dtype": "float32" if config.device_type == "cpu" and config.dtype == "auto" else config.dtype,
         "attention_backend": "torch_native" if shared_trunk else config.attention_backend,
         "page_size": 1,

@@ -35,9 +35,9 @@ class AttentionPlan:
         self.positions = torch.from_numpy(query_positions.reshape(-1))
         self.keys = torch.from_numpy(keys.reshape(-1))  # [b * S] cells to gather
         self.written = torch.from_numpy(written.reshape(-1))  # [n] cell that each row's key and value go to
-        self._key_positions = key_positions
-        self._query_positions = query_positions
-        self._allowed = allowed
+        self.key_positions = key_positions
+        self.query_positions = query_positions
+        self.allowed = allowed
         self._bias: dict[tuple[int, int, torch.dtype], torch.Tensor | None] = {}
 
     def bias(self, window: int, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -51,11 +51,11 @@ class AttentionPlan:
         return self._bias[key]
 
     def _make_bias(self, window: int, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
-        batch, rows, length = self._allowed.shape
-        if window < 0 and self._allowed.all():
+        batch, rows, length = self.allowed.shape
+        if window < 0 and self.allowed.all():
             return None
         bias = torch.empty(batch, 1, rows * heads_per_key, length)
-        kernels.fill_bias(self._allowed, self._key_positions, self._query_positions, window, bias.numpy())
+        kernels.fill_bias(self.allowed, self.key_positions, self.query_positions, window, bias.numpy())
         return bias.to(dtype)
 
 

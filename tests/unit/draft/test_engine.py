@@ -87,9 +87,9 @@ def test_equals_hugging_face(
     assert spread > 0.5, "the reference's logits hardly differ: the comparison shows nothing"
 
 
-def last_logits(path: str, token_map: str | None, lean: bool) -> list[float]:
+def last_logits(path: str, token_map: str | None, lean: bool, dtype: str = "float32") -> list[float]:
     """In a process of its own: logits after three tokens, once as a prompt and once as a step."""
-    config = DraftConfig(path, max_slots=1, num_branches=4, lookahead=2, token_map=token_map, lean=lean)
+    config = DraftConfig(path, max_slots=1, num_branches=4, lookahead=2, token_map=token_map, lean=lean, dtype=dtype)
     engine = load_engine(config)
     assert engine.reserve(0, 4)
     prompt = engine.extend(0, 0, np.array([5, 9, 700]))
@@ -106,6 +106,16 @@ def test_a_token_map_leaves_its_columns(lean: bool, process: Callable[..., objec
     assert isinstance(everything, list)
     chosen = [everything[row * 2048 + token] for row in range(2) for token in tokens]
     assert narrow == pytest.approx(chosen, abs=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [None, [3, 1999, 7, 12, 40, 0, 2047]], ids=["all tokens", "token map"])
+def test_by_default_products_may_be_rounded(
+    tokens: list[int] | None, process: Callable[..., object], tmp_path: Path
+) -> None:
+    path = None if tokens is None else str(tmp_path / "map.pt")
+    torch.save(tokens, tmp_path / "map.pt")
+    exact, rounded = (process(last_logits, str(TINY_DRAFT), path, True, dtype) for dtype in ("float32", "auto"))
+    assert rounded == pytest.approx(exact, abs=0.25)
 
 
 def test_a_model_whose_output_layer_cannot_be_reduced(

@@ -84,6 +84,27 @@ def test_gate_over_the_whole_range() -> None:
     torch.testing.assert_close(out, F.silu(gates) * ups, rtol=2e-6, atol=1e-30)
 
 
+@pytest.mark.parametrize("window", [-1, 6])
+@pytest.mark.parametrize("size", [0.1, 1.0, 40.0], ids=["flat", "common", "steep"])
+@pytest.mark.parametrize("length", [1, 20])
+def test_masked_softmax(window: int, size: float, length: int) -> None:
+    """What is not seen has no weight at all, however large its score."""
+    generator = np.random.default_rng(1)
+    scores = floats(BATCH, 2, ROWS, 3, length) * size
+    allowed = generator.random((BATCH, ROWS, length)) < 0.6
+    allowed[..., 0] = True
+    key_positions = generator.integers(0, CONTEXT, (BATCH, length))
+    query_positions = generator.integers(0, CONTEXT, (BATCH, ROWS))
+    key_positions[:, 0] = query_positions.max()
+    sees = allowed if window < 0 else allowed & (key_positions[:, None] >= query_positions[..., None] - window)
+    hidden = ~torch.from_numpy(sees)[:, None, :, None].expand(scores.shape)
+    scores[hidden] = torch.where(scores[hidden] > 0, 1e30, -1e30)
+    wanted = (scores * 0.3).masked_fill(hidden, -torch.inf).softmax(-1)
+    kernels.masked_softmax(scores.numpy(), allowed, key_positions, query_positions, window, 0.3)
+    torch.testing.assert_close(scores, wanted, rtol=2e-5, atol=1e-30)
+    assert not scores[hidden].any()
+
+
 def test_other_types_are_an_error_and_not_a_compilation() -> None:
     with pytest.raises(TypeError, match="No matching definition"):
         kernels.gate(np.zeros((2, 4)), np.zeros((2, 2)))

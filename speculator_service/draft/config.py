@@ -29,7 +29,7 @@ class DraftConfig:
     device: str = "cpu"
     """``cpu``, ``cuda`` or ``cuda:N``."""
     dtype: str = "auto"
-    """As in SGLang: auto, float32, float16, bfloat16. On a CPU auto is float32 with products rounded where that is faster."""
+    """As in SGLang: auto, float32, float16, bfloat16. On a CPU auto is float32, products rounded if that is faster."""
     context_length: int | None = None
     max_total_tokens: int | None = None
     """KV cells in all, for trunks and branches of all slots."""

@@ -15,6 +15,7 @@ SSD_OPTIONS: dict[str, dict[str, Any]] = {
     "ssd": {},
     "ssd-no-table": {"service": {"fan_out": 0}},
     "ssd-fan-out-3": {"service": {"fan_out": 3}},
+    "ssd-float32": {"service": {"dtype": "float32"}},
     "ssd-primary": {"service": {"backup": "primary"}},
     "ssd-suffix": {"service": {"backup": "suffix"}},
     "ssd-empty": {"service": {"backup": "empty"}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,22 +97,20 @@ class Measurements:
         hope = 1 + _SUFFIX_OPTIMISM * (float(self.tokens_by_depth(Source.HIT)[-1]) - 1)
         return max(1.0, self._tokens.mean(Source.SUFFIX, hope, _SUFFIX_PRIOR_WEIGHT))
 
-    def relative_verification(self, batch_size: int, depth: int) -> NDArray[np.float64]:
-        """[K] time of a verification of D = 1..K drafts, in units of one of ``depth``, which is the current one.
+    def relative_verification(self, batch_size: int, width: float, widths: NDArray[np.floating]) -> NDArray[np.float64]:
+        """[n] time of verifications of ``widths`` [n] drafts, in units of those of ``width``, which are measured.
 
-        Along the line through that and a round without drafts. Ones where no such round was seen, and where it was not
+        Along the line through these and a round without drafts. Ones where no such round was seen, and where it was not
         faster, as with CUDA graphs for K + 1 tokens.
         """
-        depths = np.arange(1, self.lookahead + 1)
         full = self.times.median(VERIFICATION, batch_size)
         plain = self.times.median(PLAIN, batch_size)
         bucket = RoundTimes.bucket(batch_size)
         is_known = all(bucket in self.times.buckets(kind) for kind in (VERIFICATION, PLAIN))
-        if not is_known or not full or not plain or plain >= full:
-            return np.ones(self.lookahead)
+        if not is_known or not full or not plain or plain >= full or width <= 0:
+            return np.ones(len(widths))
         share = plain / full
-        times: NDArray[np.float64] = share + (1 - share) * depths / depth
-        return times
+        return np.asarray(share + (1 - share) * widths / width, np.float64)
 
     def relative_times(self, batch_size: int, num_missed: int) -> RelativeTimes | None:
         """Times near a batch of which ``num_missed`` rows are drafted for; None until they are known.

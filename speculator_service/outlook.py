@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from speculator_service.measurements import Measurements, RelativeTimes
 from speculator_service.saguaro.allocation import expected_hit_rate
-from speculator_service.saguaro.batch_speedup import SpeculatorQuality, speedup_with
+from speculator_service.saguaro.batch_speedup import SpeculatorQuality, planned_speedup, speedup_with
 from speculator_service.saguaro.depth import best_depth, finishing_time
 from speculator_service.saguaro.estimates import PowerLaw
 from speculator_service.saguaro.fan_out_lists import conditioned
@@ -120,20 +120,26 @@ class Outlook:
         now, promised = self.forecast(batch_size, depth, jit_depth), self._promised[Source.HIT, depth]
         if now is None or promised == 0:
             return None
-        rates = np.minimum(now.primary.hit_rate * lists._promised[Source.HIT, 1:] / promised, 1.0).tolist()
-        verifications = self._measured.relative_verification(batch_size, depth).tolist()
+        rates = np.minimum(now.primary.hit_rate * lists._promised[Source.HIT, 1:] / promised, 1.0)
+        fallback_depth = {"primary": jit_depth, "suffix": self._lookahead, "empty": 0}[backup]
+        width, *widths = _widths(
+            np.array([depth, *range(1, self._lookahead + 1)]),
+            np.array([now.primary.hit_rate, *rates]) ** batch_size,
+            fallback_depth,
+        )
+        verifications = self._measured.relative_verification(batch_size, width, np.array(widths))
         num_missed, fallback = _num_missed(batch_size, now.primary.hit_rate), now.backups[backup]
         rate_after_miss = min(fallback.hit_rate * self.gain(lists, depth, jit_depth)[BACKUPS[backup]], 1.0)
         speedups = []
         for d, (expected, rate, unit) in enumerate(
-            zip(self._tokens[Source.HIT].tolist(), rates, verifications, strict=True), 1
+            zip(self._tokens[Source.HIT].tolist(), rates.tolist(), verifications.tolist(), strict=True), 1
         ):
             # Times are in units of a verification, which is shorter where it has less to verify.
             num_rows = batch_size * (1 + int(lists.counts[Source.HIT, d].sum()))
             step = now.times.table_step * self._measured.relative_table_step(batch_size, num_missed, num_rows)
             took = finishing_time(d, step / unit, now.times.draft_step / unit)
             scaled = fallback._replace(time=fallback.time / unit, hit_rate=rate_after_miss)
-            speedups.append(speedup_with(SpeculatorQuality(took, expected, rate), scaled, batch_size) / unit)
+            speedups.append(planned_speedup(SpeculatorQuality(took, expected, rate), scaled, batch_size) / unit)
         return np.array(speedups)
 
     def gain(self, lists: Outlook, depth: int, jit_depth: int) -> NDArray[np.float64]:
@@ -156,13 +162,13 @@ class Outlook:
     def best_lone_depth(self, batch_size: int, depth: int, lone_depth: int) -> int:
         """Tokens of each speculation with the highest speed where all are drafted just in time.
 
-        ``depth``: the current one with tables; ``lone_depth``: the current one without.
+        ``depth``: the longest of the speculations that are verified now; ``lone_depth``: the current one.
         """
         times = self._measured.relative_times(batch_size, batch_size)
         if times is None:
             return lone_depth
-        drafting = times.draft_step * np.arange(1, self._lookahead + 1)
-        rounds = self._measured.relative_verification(batch_size, depth) + drafting
+        depths = np.arange(1, self._lookahead + 1)
+        rounds = self._measured.relative_verification(batch_size, depth, depths.astype(np.float64)) + times.draft_step * depths
         return best_depth(self._tokens[Source.PRIMARY] / rounds, lone_depth, _MARGIN)
 
     def sources(self, depth: int, jit_depth: int) -> tuple[SourceReport, ...]:
@@ -182,6 +188,18 @@ class Outlook:
             )
             for source in range(NUM_SOURCES)
         )
+
+
+def _widths(depths: NDArray[np.integer], all_hit: NDArray[np.floating], fallback_depth: int) -> NDArray[np.float64]:
+    """[n] mean drafts of a verification, which is as wide as the longest speculation of its batch.
+
+    Args:
+        depths: [n] of prepared speculations.
+        all_hit: [n] share of batches without a miss.
+        fallback_depth: of the backup's speculations, at most.
+    """
+    widths: NDArray[np.float64] = all_hit * depths + (1 - all_hit) * np.maximum(depths, fallback_depth)
+    return widths
 
 
 def _num_missed(batch_size: int, hit_rate: float) -> int:

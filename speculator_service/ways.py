@@ -26,6 +26,8 @@ _FIRST_ROUNDS, _FIRST_OUTCOMES = 16, 48
 """Rounds of a kind, and outcomes after them, before another way is tried for the first time."""
 _PAUSE: Final = 16
 """Rounds between the trials of two ways."""
+_LEARNING: Final = 96
+"""The same before the first trial of drafts just in time: what is prepared in a table is learnt meanwhile."""
 _INTERVAL: Final = 256
 """Rounds before all are tried again; doubled whenever that changes nothing."""
 _LAST_INTERVAL: Final = 4096
@@ -152,7 +154,7 @@ class _Case:
         else:
             self._judge()
             self.present = self.choice
-            self._left = _PAUSE if self._to_try else self._end_search()
+            self._left = self._pause() if self._to_try else self._end_search()
         self._to_skip = _TRIALS[self.present].num_skipped
         self._patience = 0 if self.present is Way.REST else _PATIENCE
 
@@ -172,6 +174,11 @@ class _Case:
         )
         if is_better:
             self.choice, self._has_changed = self.present, True
+
+    def _pause(self) -> int:
+        """Rounds before the next trial of a search."""
+        is_first = Way.JUST_IN_TIME in self._to_try and not self._rounds[Way.JUST_IN_TIME]
+        return _LEARNING if is_first and self.choice is Way.AHEAD else _PAUSE
 
     def _end_search(self) -> int:
         """All ways were tried; returns the rounds before that begins again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,11 +72,11 @@ class Measurements:
         return min(max(self._hits.mean(source, prior, _PRIOR_WEIGHT), 0.0), 1.0)
 
     def change_lists(self, factor: NDArray[np.floating]) -> None:
-        """From now on other lists are in use, which promise ``factor`` [S] times the hit rate of those before.
+        """From now on other lists are in use, which promise hit rates of ``factor`` [S] times the odds of those before.
 
-        What was counted is taken for so many times as much.
+        What was counted is taken for rates of so much better odds.
         """
-        self._hits.scale(factor)
+        self._hits.scale_odds(factor)
 
     def tokens_by_depth(self, source: int) -> NDArray[np.float64]:
         """[K] E(D) of speculations of D = 1..K tokens by the draft model, `Source.HIT` or `Source.PRIMARY`.

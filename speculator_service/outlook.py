@@ -11,12 +11,17 @@ from speculator_service.measurements import Measurements, RelativeTimes
 from speculator_service.saguaro.allocation import expected_hit_rate
 from speculator_service.saguaro.batch_speedup import SpeculatorQuality, planned_speedup, speedup_with
 from speculator_service.saguaro.depth import best_depth, finishing_time
+from speculator_service.saguaro.discounted import scaled_odds
 from speculator_service.saguaro.estimates import PowerLaw
 from speculator_service.saguaro.fan_out_lists import conditioned
 from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
 
 _MARGIN = 0.03
 """Relative gain that is worth another depth."""
+
+
+_LEAST_SHARE = 0.001
+"""Of outcomes that lists may promise to hit, or to miss: odds are finite."""
 
 
 class Forecast(NamedTuple):
@@ -120,7 +125,7 @@ class Outlook:
         now, promised = self.forecast(batch_size, depth, jit_depth), self._promised[Source.HIT, depth]
         if now is None or promised == 0:
             return None
-        rates = np.minimum(now.primary.hit_rate * lists._promised[Source.HIT, 1:] / promised, 1.0)
+        rates = scaled_odds(np.array(now.primary.hit_rate), _odds(lists._promised[Source.HIT, 1:]) / _odds(promised))
         fallback_depth = {"primary": jit_depth, "suffix": self._lookahead, "empty": 0}[backup]
         width, *widths = _widths(
             np.array([depth, *range(1, self._lookahead + 1)]),
@@ -129,7 +134,8 @@ class Outlook:
         )
         verifications = self._measured.relative_verification(batch_size, width, np.array(widths))
         num_missed, fallback = _num_missed(batch_size, now.primary.hit_rate), now.backups[backup]
-        rate_after_miss = min(fallback.hit_rate * self.gain(lists, depth, jit_depth)[BACKUPS[backup]], 1.0)
+        gain = self.gain(lists, depth, jit_depth)[BACKUPS[backup]]
+        rate_after_miss = float(scaled_odds(np.array(fallback.hit_rate), gain))
         speedups = []
         for d, (expected, rate, unit) in enumerate(
             zip(self._tokens[Source.HIT].tolist(), rates.tolist(), verifications.tolist(), strict=True), 1
@@ -143,9 +149,9 @@ class Outlook:
         return np.array(speedups)
 
     def gain(self, lists: Outlook, depth: int, jit_depth: int) -> NDArray[np.float64]:
-        """[S] how many times the hit rates of these lists ``lists`` promise after speculations of these depths."""
+        """[S] how many times the odds of a hit ``lists`` promise after speculations of these depths."""
         mine, theirs = (outlook._promised_by_source(depth, jit_depth) for outlook in (self, lists))
-        return np.divide(theirs, mine, out=np.ones_like(mine), where=mine > 0)
+        return _odds(theirs) / _odds(mine)
 
     def best_jit_depth(self, batch_size: int, depth: int, jit_depth: int) -> int:
         """Tokens of a primary backup with the highest speedup. ``depth`` and ``jit_depth`` are the current ones."""
@@ -168,7 +174,10 @@ class Outlook:
         if times is None:
             return lone_depth
         depths = np.arange(1, self._lookahead + 1)
-        rounds = self._measured.relative_verification(batch_size, depth, depths.astype(np.float64)) + times.draft_step * depths
+        rounds = (
+            self._measured.relative_verification(batch_size, depth, depths.astype(np.float64))
+            + times.draft_step * depths
+        )
         return best_depth(self._tokens[Source.PRIMARY] / rounds, lone_depth, _MARGIN)
 
     def sources(self, depth: int, jit_depth: int) -> tuple[SourceReport, ...]:
@@ -188,6 +197,12 @@ class Outlook:
             )
             for source in range(NUM_SOURCES)
         )
+
+
+def _odds(probability: NDArray[np.float64]) -> NDArray[np.float64]:
+    """p / (1 - p), never 0 and never infinite."""
+    clipped = np.clip(probability, _LEAST_SHARE, 1 - _LEAST_SHARE)
+    return np.asarray(clipped / (1 - clipped), np.float64)
 
 
 def _widths(depths: NDArray[np.integer], all_hit: NDArray[np.floating], fallback_depth: int) -> NDArray[np.float64]:

@@ -68,7 +68,9 @@ class Rows:
         self._places = np.arange(shape.lookahead)
         settling.prepare(state)
         none = np.empty(0, np.int64)
-        self.record(none, Drawn(none, np.empty((0, 1), np.int64), None))
+        nothing = Drawn(none, np.empty((0, 1), np.int64), None)
+        self.record(none, nothing)
+        self.record_runs(none, none, nothing)
 
     def in_phase(self, phase: int) -> NDArray[np.int64]:
         """Rows in ``phase``."""
@@ -190,6 +192,15 @@ class Rows:
     def record(self, rows: NDArray[np.int64], drawn: Drawn) -> None:
         """Take what was drawn [b] after the last computed position of the rows."""
         tables.record_all(self.state, rows, *drawn.arrays())
+
+    def lag(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[b] tokens of the text and the chain that are not computed."""
+        lag: NDArray[np.int64] = self.committed[rows] + self.depth[rows] - self.computed[rows]
+        return lag
+
+    def record_runs(self, rows: NDArray[np.int64], counts: NDArray[np.int64], drawn: Drawn) -> None:
+        """Take what was drawn [n] after each of the next ``counts`` [b] positions of rows with complete chains."""
+        tables.record_runs(self.state, rows, counts, *drawn.arrays())
 
     def finish_chains(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of rows in `Phase.DRAFT`, those that have reached their goal; they are in `Phase.FORK` now."""

@@ -40,6 +40,8 @@ class StepKind(StrEnum):
 
     PREFILL = "prefill"
     DRAFT = "draft"
+    GLUE = "glue"
+    """Tokens of chains that the draft model did not make, before their tables."""
     TABLE = "table"
 
 

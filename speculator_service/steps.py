@@ -78,6 +78,13 @@ class ModelSteps:
                 self._prefill(prompt)
             self._prefilled_last = True
             return StepMade(StepKind.PREFILL, 1)
+        if Phase.FORK in phases:
+            forks = state.in_phase(Phase.FORK)
+            lagging = forks[state.lag(forks) > 1]
+            if len(lagging):
+                with self._trace.span("glue", batch=len(lagging)):
+                    self._catch_up(lagging)
+                    return StepMade(StepKind.GLUE, len(lagging))
         if has_table:
             with self._trace.span("table step"):
                 return StepMade(StepKind.TABLE, *self._build_tables(Phase.FORK in phases))
@@ -113,6 +120,25 @@ class ModelSteps:
         state.finish_prompt(row, drawn, self._planner.plan_for(bool(state.has_table[row])).jit_depth)
         if state.phase[row] == Phase.FORK:
             self._publisher.reply(rows)
+
+    def _catch_up(self, rows: NDArray[np.int64]) -> None:
+        """Compute all that the trunks lack of their chains at once, so that every outcome is known to their tables.
+
+        One token, the last of a chain that the draft model made itself, is left to the first step of a table.
+        """
+        state = self._rows
+        counts = np.minimum(state.lag(rows), 2 * state.lookahead + 1)
+        places = np.arange(int(counts.max()))
+        is_live, starts = places < counts[:, None], state.computed[rows]
+        positions = np.where(is_live, starts[:, None] + places, 0)
+        with self._trace.span("model", batch=len(rows), live=int(counts.sum())):
+            logits = self._engine.extend_each(rows, starts, state.text[rows[:, None], positions], counts)
+        with self._trace.span("draw"):
+            line, after = np.repeat(rows, counts), positions[is_live] + 1
+            place = after - state.committed[line]
+            live = np.flatnonzero(is_live)
+            drawn = self._draw(logits.flatten(0, 1), live, line, after, place, state.shape.max_candidates)
+        state.record_runs(rows, counts, drawn)
 
     def _build_tables(self, has_forks: bool) -> tuple[int, int]:
         """One step of all tables that are not complete, after beginning those of rows in `Phase.FORK`.

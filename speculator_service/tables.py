@@ -241,6 +241,28 @@ def record(state: RowArrays, row: int, token: int, candidates: NDArray[np.int64]
 
 
 @compiled
+def record_runs(
+    state: RowArrays,
+    rows: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    candidates: NDArray[np.int64],
+    q: NDArray[np.int64],
+) -> None:
+    """Take what was drawn after each of the next ``counts`` [b] positions of ``rows`` [b], whose chains are complete.
+
+    ``tokens`` [n], ``candidates`` [n, M'] and ``q`` [n, m] or [n, 0]: of all rows, one after the other.
+    """
+    n = 0
+    for i, row in enumerate(rows):
+        state.marks[GOAL, row] = state.marks[DEPTH, row]
+        for _ in range(counts[i]):
+            state.marks[COMPUTED, row] += 1
+            record(state, row, tokens[n], candidates[n], q[n])
+            n += 1
+
+
+@compiled
 def record_all(
     state: RowArrays,
     rows: NDArray[np.int64],

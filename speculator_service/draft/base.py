@@ -76,6 +76,15 @@ class DraftModel(Protocol):
     ) -> torch.Tensor:
         """Compute one trunk position of each of b different slots (all arguments [b]); returns logits [b, V]."""
 
+    def extend_each(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Compute trunk positions [start, start + count) of each of b different slots, in one forward.
+
+        ``tokens`` [b, n], the others [b]; at least one position of each. Returns the logits [b, n, V] after every
+        one; those beyond a count are anything finite.
+        """
+
     def step(self, step: BranchStep) -> torch.Tensor:
         """Run one step over all live rows; returns logits [b, G, V] (dead rows: anything finite)."""
 

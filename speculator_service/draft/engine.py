@@ -122,6 +122,18 @@ class DraftEngine:
         live, depth = np.ones((len(slots), 1), np.bool_), np.zeros((len(slots), 1), np.int64)
         return self.step(BranchStep(slots, tokens[:, None], positions[:, None], depth, live))[:, 0]
 
+    def extend_each(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Compute trunk positions [start, start + count) of each of b different slots; returns logits [b, n, V].
+
+        Raises:
+            ValueError: a position is not reserved.
+        """
+        if (starts + counts > self._cells.held_by(slots)).any():
+            raise ValueError("positions of a trunk are not reserved")
+        return self._path.extend_each(slots, starts, tokens, counts)
+
     def step(self, step: BranchStep) -> torch.Tensor:
         """Run one step over all live rows; returns logits [b, G, V] (dead rows: anything finite).
 
@@ -151,6 +163,10 @@ class _ForwardPath(Protocol):
 
     def extend(self, slot: int, start: int, tokens: NDArray[np.int64]) -> torch.Tensor: ...
 
+    def extend_each(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor: ...
+
     def step(self, step: BranchStep) -> torch.Tensor: ...
 
     def adopted(self, slots: NDArray[np.int64], branches: NDArray[np.int64], prefix: NDArray[np.int64]) -> None: ...
@@ -167,6 +183,13 @@ class _SharedTrunkPath:
     def extend(self, slot: int, start: int, tokens: NDArray[np.int64]) -> torch.Tensor:
         plan = plan_extend(self._cells, slot, start, len(tokens))
         return self._runner.extend(torch.from_numpy(tokens), plan.written, row=0, start=start, plan=plan)
+
+    def extend_each(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        places = np.arange(tokens.shape[1])
+        depth, live = np.zeros_like(tokens), places < counts[:, None]
+        return self._uniform(BranchStep(slots, tokens, starts[:, None] + places, depth, live), np.zeros_like(places))
 
     def step(self, step: BranchStep) -> torch.Tensor:
         used = step.live.any(0)
@@ -205,6 +228,7 @@ class _RowsPath:
         shape = cells.own.shape[:2]
         ids = runner.take_rows(shape[0] * shape[1]).reshape(shape)
         self._rows = AliasedRows(cells, runner.block_table, ids)
+        self._most = ids.size  # rows of a step
 
     def extend(self, slot: int, start: int, tokens: NDArray[np.int64]) -> torch.Tensor:
         end = start + len(tokens)
@@ -212,6 +236,43 @@ class _RowsPath:
         self._rows.sync(np.array([slot]), trunk, np.array([end]))
         inputs, cells = upload(self._runner.device, tokens, self._cells.trunk[slot, start:end])
         return self._runner.extend(inputs, cells, row=int(self._rows.row_ids[slot, 0]), start=start)
+
+    def extend_each(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Rows of one slot share its line of the block table: each sees as much of it as is its length."""
+        self._rows.sync(slots, np.zeros_like(slots), starts + counts)
+        b, n = tokens.shape
+        parts = [
+            self._extend_part(slots, starts, tokens, counts, first, min(first + self._most // b, n))
+            for first in range(0, n, max(1, self._most // b))
+        ]
+        return torch.cat(parts, 1)
+
+    def _extend_part(
+        self,
+        slots: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        first: int,
+        stop: int,
+    ) -> torch.Tensor:
+        """Columns [first, stop) of `extend_each`, not more rows than a step may have."""
+        live = np.arange(first, stop) < counts[:, None]
+        b, place = np.nonzero(live)
+        positions = starts[b] + first + place
+        inputs, at, written, rows = upload(
+            self._runner.device,
+            tokens[b, first + place],
+            positions,
+            self._cells.trunk[slots[b], positions],
+            self._rows.row_ids[slots[b], 0],
+        )
+        logits = self._runner.decode(inputs, at, written, rows, torch.from_numpy(positions + 1))
+        out = logits.new_zeros(live.size, logits.shape[-1])
+        (index,) = upload(self._runner.device, np.flatnonzero(live))
+        return out.index_copy_(0, index, logits).view(*live.shape, -1)
 
     def step(self, step: BranchStep) -> torch.Tensor:
         b, branch = np.nonzero(step.live)

@@ -134,6 +134,16 @@ class TabularDraft:
         self._write_trunk(slots, positions, tokens)
         return self._logits(self._windows(slots, positions + 1))
 
+    def extend_each(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Compute ``counts`` [b] trunk positions of each of b slots; returns logits [b, n, V] (beyond: zeros)."""
+        out = torch.zeros(*tokens.shape, self._columns.shape[1])
+        for offset in range(tokens.shape[1]):
+            i = np.flatnonzero(offset < counts)
+            out[i, offset] = self.extend_one(slots[i], starts[i] + offset, tokens[i, offset])
+        return out
+
     def step(self, step: BranchStep) -> torch.Tensor:
         """One step over all live rows; returns logits [b, G, V] (dead rows: zeros)."""
         b, width = step.tokens.shape

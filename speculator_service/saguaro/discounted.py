@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from speculator_service.saguaro.domain import check_at_least, check_positive
 
+_LEAST_WEIGHT = 1e-12
+"""Keeps means finite where nothing was counted."""
+
 
 class DiscountedMeans:
     """Mean and standard error of the values of each of some groups.
@@ -43,10 +46,10 @@ class DiscountedMeans:
         self._sum = decay * self._sum + np.bincount(group, values, minlength=size)
         self._squares = decay * self._squares + np.bincount(group, values * values, minlength=size)
 
-    def scale(self, factor: NDArray[np.floating]) -> None:
-        """Take the values so far for ``factor`` [G] times as large."""
-        self._sum *= factor
-        self._squares *= factor**2
+    def scale_odds(self, factor: NDArray[np.floating]) -> None:
+        """Take the values so far, which are 0 or 1, for ones whose means have ``factor`` [G] times the odds."""
+        self._sum = self._weight * scaled_odds(self._sum / np.maximum(self._weight, _LEAST_WEIGHT), factor)
+        self._squares = self._sum.copy()
 
     def weight(self, group: int) -> float:
         """Values that still count."""
@@ -70,3 +73,14 @@ class DiscountedMeans:
         mean = float(self._sum[group]) / weight
         variance = max(0.0, float(self._squares[group]) / weight - mean * mean)
         return math.sqrt((variance + 1 / weight) / weight)
+
+
+def scaled_odds(probability: NDArray[np.float64], factor: NDArray[np.floating]) -> NDArray[np.float64]:
+    """[...] probabilities with ``factor`` times the odds p / (1 - p): never outside of [0, 1], and can be undone.
+
+    >>> scaled_odds(np.array([.5, .75, 1.]), np.array([3., 1 / 3, 9.]))
+    array([0.75, 0.5 , 1.  ])
+    """
+    scaled = probability * factor
+    result: NDArray[np.float64] = scaled / (scaled + 1 - probability)
+    return result

@@ -103,7 +103,7 @@ def worked(batch: int, monkeypatch: pytest.MonkeyPatch) -> Work:
     assert statistics.outcomes[OutcomeKind.HIT] - before[1] == ROUNDS * batch
     assert statistics.tables - before[2] == ROUNDS * batch
     made = {kind: statistics.steps[kind] - before[0][kind] for kind in StepKind}
-    assert made == {StepKind.PREFILL: 0, StepKind.DRAFT: 0, StepKind.TABLE: ROUNDS * (LOOKAHEAD + 1)}
+    assert made == {**dict.fromkeys(StepKind, 0), StepKind.TABLE: ROUNDS * (LOOKAHEAD + 1)}
     return counter.work
 
 

@@ -214,12 +214,31 @@ class Harness:
                 slot.tokens = slot.tokens[: max(1, len(slot.tokens) - int(self.rng.integers(0, K + 1)))]
         if adopt:
             self.engine.adopt(*(np.array(column) for column in zip(*adopt, strict=True)))
+        self.catch_up(slots)
         tokens = [self.token() for _ in slots]
         positions = [len(self.slots[s].tokens) for s in slots]
         logits = self.engine.extend_one(np.array(slots), np.array(positions), np.array(tokens))
         for s, t in zip(slots, tokens, strict=True):
             self.slots[s].tokens.append(t)
         self.check(logits, [self.slots[s].tokens for s in slots])
+
+    def catch_up(self, slots: list[int]) -> None:
+        """Some slots get up to K tokens in one forward; there are logits after each."""
+        some = [s for s in slots if self.rng.random() < 0.7]
+        if not some:
+            return
+        counts = self.rng.integers(1, K + 1, len(some))
+        tokens = self.rng.integers(3, self.engine.vocab_size, (len(some), int(counts.max())))
+        starts = np.array([len(self.slots[s].tokens) for s in some])
+        for s, start in zip(some, starts, strict=True):
+            assert self.engine.reserve(s, int(start) + 2 * K + 2)
+        logits = self.engine.extend_each(np.array(some), starts, tokens, counts)
+        contexts, is_wanted = [], np.arange(tokens.shape[1]) < counts[:, None]
+        for s, of_slot, count in zip(some, tokens.tolist(), counts, strict=True):
+            for token in of_slot[:count]:
+                self.slots[s].tokens.append(token)
+                contexts.append(list(self.slots[s].tokens))
+        self.check(logits[torch.from_numpy(is_wanted)], contexts)
 
 
 def compare(

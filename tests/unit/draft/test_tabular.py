@@ -49,6 +49,19 @@ def test_equals_oracle_through_branches_and_adoption(order: int | None) -> None:
     assert torch.equal(got[0], model.next_logits([3, 1, 4, 8, 11, 6]))
 
 
+def test_several_positions_of_several_slots() -> None:
+    model = make()
+    for slot, prompt in ((0, PROMPT[:3]), (1, PROMPT)):
+        assert model.reserve(slot, len(prompt) + 3)
+        model.extend(slot, 0, prompt)
+    tokens = np.array([[7, 0, 0], [8, 9, 10]])
+    out = model.extend_each(np.array([0, 1]), np.array([3, 5]), tokens, np.array([1, 3]))
+    assert torch.equal(out[0, 0], model.next_logits([*PROMPT[:3], 7]))
+    for count in (1, 2, 3):
+        assert torch.equal(out[1, count - 1], model.next_logits([*PROMPT, *tokens[1, :count]]))
+    assert model.trunk_tokens(0) == [*PROMPT[:3], 7]
+
+
 def test_stale_cells_raise() -> None:
     model = make()
     model.extend(1, 0, PROMPT)

@@ -281,6 +281,18 @@ class TestDepth:
         planner.replan()
         assert planner.plan.depth == 1
 
+    @pytest.mark.parametrize(("backup", "depth"), [("empty", 1), ("suffix", 6)])
+    def test_is_not_less_where_another_sequence_makes_the_verification_long(self, backup: str, depth: int) -> None:
+        """A large batch has a miss nearly always; it is as long then as the backup's speculation."""
+        planner = make(6, backup=backup, branch_budget=7)
+        OutcomeStream(np.full(6, 0.4), power_law_ranks(6, 0.5, 1)).run(planner, 200, batch_size=64)
+        for _ in range(40):
+            tell_times(planner, 1.0, 0.01, 0.01, batch_size=64)
+            planner.verification_took(64, 0.2, is_plain=True)
+        for _ in range(3):
+            planner.replan()
+        assert planner.plan.depth == depth
+
     def test_without_tables_weighs_the_time_of_drafting_alone(self) -> None:
         planner = make(6, backup="primary")
         OutcomeStream(np.full(6, 0.5), power_law_ranks(6, 0.5, 1)).run(planner, 200)

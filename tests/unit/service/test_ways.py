@@ -51,6 +51,20 @@ def test_a_loss_is_given_up(tokens: float, seconds: float) -> None:
     assert load.speedup > 0.97
 
 
+def test_tables_are_given_time_to_learn() -> None:
+    """Before drafts just in time are tried; then these two are compared as often as any."""
+    ways, seen = Ways([Way.AHEAD, Way.REST, Way.JUST_IN_TIME]), []
+    for number in range(400):
+        decision = ways.decide(8, False)
+        seen.append(decision.way)
+        learning = min(1.0, number / 100)
+        tokens = {Way.AHEAD: 2 + 2 * learning, Way.REST: 1.0, Way.JUST_IN_TIME: 3.0}[decision.way]
+        ways.round_took(decision, tokens, 1.0)
+    assert seen.index(Way.REST) < 30
+    assert 120 < seen.index(Way.JUST_IN_TIME) < 200
+    assert seen[-100:].count(Way.AHEAD) > 60
+
+
 @pytest.mark.parametrize(("tokens", "seconds"), [(3.0, 1.0), (4.0, 1.5), (2.0, 1.6)])
 def test_a_gain_is_kept(tokens: float, seconds: float) -> None:
     load = Load(two_ways(), tokens, seconds)

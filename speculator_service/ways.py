@@ -26,7 +26,7 @@ _FIRST_ROUNDS, _FIRST_OUTCOMES = 16, 48
 """Rounds of a kind, and outcomes after them, before another way is tried for the first time."""
 _PAUSE: Final = 16
 """Rounds between the trials of two ways."""
-_LEARNING: Final = 96
+_LEARNING: Final = 256
 """The same before the first trial of drafts just in time: what is prepared in a table is learnt meanwhile."""
 _INTERVAL: Final = 256
 """Rounds before all are tried again; doubled whenever that changes nothing."""

@@ -11,6 +11,7 @@ from speculator_service.outlook import Forecast, SourceReport
 from speculator_service.saguaro.downweight_tuning import ArmReport
 from speculator_service.saguaro.fan_out_lists import columns
 from speculator_service.saguaro.sources import Source
+from speculator_service.ways import Way
 
 
 class Plan(NamedTuple):
@@ -59,5 +60,7 @@ class PlannerSnapshot(NamedTuple):
     """Predicted near the recent batch size, by backup; against autoregressive decoding."""
     downweight: float
     """Saguaro's C of most sequences."""
+    ways: dict[Way, int]
+    """Kinds of batches (size, sampled or not) by the way that turned out to be the fastest for them."""
     arms: tuple[ArmReport, ...]
     """Of the experiment that finds C; empty if C is fixed."""

@@ -270,6 +270,7 @@ class Planner:
             critical_batch_size=decision.critical_batch_size if known else math.nan,
             speedups=_speedups(forecast),
             downweight=self._tuner.best if isinstance(self._settings.downweight, str) else self._settings.downweight,
+            ways=self._ways.choices(),
             arms=self._tuner.report() if self._settings.downweight == AUTO else (),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -17,6 +17,8 @@ def planner_metrics(snapshot: PlannerSnapshot, prefix: str) -> Iterator[Metric]:
     yield GaugeMetricFamily(prefix + "backup_depth", "Tokens of a just-in-time backup.", snapshot.plan.jit_depth)
     chosen = {name: float(source == snapshot.plan.backup) for name, source in BACKUPS.items()}
     yield _by("backup", prefix + "backup", "1 for the backup that answers misses now.", chosen)
+    text = "Kinds of batches (size, sampled or not) for which this is the fastest way to speculate."
+    yield _by("way", prefix + "ways", text, {str(way): count for way, count in snapshot.ways.items()})
     yield from _sources(snapshot, prefix)
     yield from _times(snapshot, prefix)
     yield from _downweights(snapshot, prefix)
@@ -76,7 +78,7 @@ def _downweights(snapshot: PlannerSnapshot, prefix: str) -> Iterator[Metric]:
         yield _by("downweight", prefix + "downweight_" + field, text, values)
 
 
-def _by(label: str, name: str, text: str, values: dict[str, float]) -> Metric:
+def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
     gauge = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         gauge.add_metric([key], value)

@@ -104,9 +104,10 @@ class Ways:
         if case.present is decision.way:  # otherwise another verifier's round has changed it
             case.add(tokens, seconds, is_plain)
 
-    def choices(self) -> list[Way]:
-        """The best ways of the kinds of batches that there were."""
-        return [case.choice for case in self._cases.values()]
+    def choices(self) -> dict[Way, int]:
+        """By way, the kinds of batches for which it is the best one."""
+        chosen = [case.choice for case in self._cases.values()]
+        return {way: chosen.count(way) for way in self._ways}
 
     def _case(self, batch_size: int, is_sampled: bool) -> _Case:
         key = RoundTimes.bucket(batch_size), is_sampled

@@ -8,6 +8,7 @@ from outcome_stream import OutcomeStream, power_law_ranks
 from speculator_service.planner import Planner, PlannerSettings
 from speculator_service.planner_metrics import planner_metrics
 from speculator_service.statistics import StepKind
+from speculator_service.ways import Way
 
 
 def samples(planner: Planner) -> dict[tuple[str, ...], float]:
@@ -25,7 +26,17 @@ def test_what_is_known_at_the_start() -> None:
     assert [values["x_fan_out", "empty", str(k)] for k in range(3)] == [6, 0, 0]
     assert (values["x_depth",], values["x_backup_depth",], values["x_downweight",]) == (2, 2, 1)
     assert [values["x_backup", name] for name in ("primary", "suffix", "empty")] == [1, 0, 0]
+    assert [values["x_ways", str(way)] for way in Way] == [0, 0, 0]
     assert not any(name[0] in ("x_verification_seconds", "x_predicted_speedup") for name in values)
+
+
+def test_ways_in_use() -> None:
+    planner = Planner(PlannerSettings(), 2, 100)
+    for batch_size in (1, 1, 8):
+        planner.decide(batch_size, is_sampled=False)
+    planner.replan()
+    values = samples(planner)
+    assert [values["x_ways", str(way)] for way in Way] == [2, 0, 0]
 
 
 def test_what_was_measured() -> None:

@@ -82,10 +82,10 @@ def test_nothing_is_tried_within_the_first_rounds() -> None:
 def test_another_load_is_noticed() -> None:
     ways = two_ways()
     Load(ways, 1.5, 2.5).run(1000)
-    assert ways.choices() == [Way.REST]
+    assert ways.choices()[Way.REST] == 1
     later = Load(ways, 4.0, 1.5)
     later.run(NUM_ROUNDS)
-    assert ways.choices() == [Way.AHEAD]
+    assert ways.choices()[Way.AHEAD] == 1
     assert not any(later.ways[-10:])
 
 
@@ -105,21 +105,21 @@ def test_a_prefill_within_a_round_does_not_count_against_it() -> None:
         decision = ways.decide(4, False)
         tokens, seconds = (1, 1.0) if rests(decision) else (3, 1.5)
         ways.round_took(decision, tokens, 400.0 if number % 40 == 7 and not rests(decision) else seconds)
-    assert ways.choices() == [Way.AHEAD]
+    assert ways.choices()[Way.AHEAD] == 1
 
 
 def test_texts_that_are_computed_after_a_rest_do_not_count_against_speculation() -> None:
     """A changed load: speculation is twice as fast now, but each trial has first to compute what was put out."""
     ways = two_ways()
     Load(ways, 1.5, 2.5).run(1000)
-    assert ways.choices() == [Way.REST]
+    assert ways.choices()[Way.REST] == 1
     since = 0
     for _ in range(NUM_ROUNDS):
         decision = ways.decide(4, True)
         since = 0 if rests(decision) else since + 1
         is_plain = rests(decision) or since <= 30
         ways.round_took(decision, 1 if is_plain else 2, 1.0, is_plain)
-    assert ways.choices() == [Way.AHEAD]
+    assert ways.choices()[Way.AHEAD] == 1
 
 
 def test_a_service_that_never_catches_up_goes_on_resting() -> None:
@@ -128,7 +128,7 @@ def test_a_service_that_never_catches_up_goes_on_resting() -> None:
     for _ in range(NUM_ROUNDS):
         decision = ways.decide(4, True)
         ways.round_took(decision, 1, 1.0 if rests(decision) else 1.2, is_plain=True)
-    assert ways.choices() == [Way.REST]
+    assert ways.choices()[Way.REST] == 1
 
 
 def test_a_round_that_another_verifier_has_overtaken_does_not_count() -> None:

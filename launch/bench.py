@@ -12,8 +12,8 @@ and one thread in every mode but ar-N-threads, everything else has the other cor
   ngram            SGLang's speculation without a model
   ssd              this project; ssd-no-table prepares nothing (drafts just in time), ssd-fan-out-3 always three
                    tokens for every k, ssd-primary, ssd-suffix and ssd-empty have one backup, ssd-shared-noise draws
-                   drafts with the target's noise, ssd-no-lean computes the draft through SGLang's model, and
-                   ssd-no-service waits in vain for its service
+                   drafts with the target's noise, ssd-float32 rounds nothing of the draft, ssd-no-lean computes it
+                   through SGLang's model, and ssd-no-service waits in vain for its service
 
 Exit status: 0; 2 for wrong input; 1 if a server failed, or if SSD's greedy tokens in float32 are not those of ar.
 """

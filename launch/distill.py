@@ -26,6 +26,7 @@ from ssd_proto.errors import ConfigError
 
 _PROMPTS_AT_ONCE = 1000
 _MARK = "@@"
+"""A message, to see what the template has before one."""
 _OWN = 0.4
 """Share of documents in which the target writes the user's message itself: these are more varied than any list."""
 _PLAIN, _PLAIN_STUB = 0.1, 0.5
@@ -72,7 +73,7 @@ def write(arguments: argparse.Namespace, model_path: str) -> None:
     from distillation.training import has_bfloat16
     from distillation.writer import Writer
 
-    about = {"target": Path(model_path).name, "seed": arguments.seed}
+    about = {"target": Path(model_path).name, "seed": arguments.seed, "own_messages": _OWN}
     check_about(arguments.folder, about)
     model, tokenizer = load(model_path, torch.bfloat16 if has_bfloat16() else torch.float32)
     writer = Writer(model, tokenizer.eos_token_id, arguments.rows, arguments.length, arguments.max_answer)
@@ -167,7 +168,8 @@ def prompts_of(tokenizer: Any, seed: Sequence[int]) -> Iterator[Any]:
         return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **options)
 
     chance = np.random.default_rng([*seed, 1])
-    before_message = tokenizer(templated(_MARK, tokenize=False).partition(_MARK)[0])["input_ids"]
+    before_message = templated(_MARK, tokenize=False).partition(_MARK)[0]
+    before_message = tokenizer(before_message, add_special_tokens=False)["input_ids"]
     while True:
         for instruction in make_instructions(_PROMPTS_AT_ONCE, int(chance.integers(2**31))):
             is_stub = instruction.startswith(("from typing", "def "))

@@ -92,7 +92,6 @@ def load(arguments: argparse.Namespace) -> DraftModel:
             num_branches=num_branches,
             lookahead=lookahead,
             device=arguments.device,
-            dtype="float32" if arguments.device == "cpu" else "auto",
             context_length=context,
             max_total_tokens=slots * (context + num_branches * lookahead + 64),
         )

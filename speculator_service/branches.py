@@ -1,8 +1,8 @@
 """Tables in the making: which outcomes are prepared for, and the branches that are drafted for them step by step.
 
 A branch for outcome (k, t*) continues the prefix of ``committed + k`` positions.  Its bonus token is known once the
-draft model has seen s_k; until then the column has no key.  So one step both extends trunks that lag behind their
-chain (the *glue*) and all branches that are known.
+draft model has seen s_k; until then the column has no key.  So one step both extends trunks that lack the last token
+of their chain and all branches that are known.  (Trunks that lack more have a step of their own before, the *glue*.)
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def compiled(function: F) -> F:
 def compiled_for(signature: str, **options: Any) -> Callable[[F], F]:
     """Compile a function for these types alone, at once: others are an error, not a compilation within a round.
 
-    It must not call other compiled functions. ``options`` are Numba's.
+    It must not call compiled functions of other modules. ``options`` are Numba's.
     """
     return lambda function: _kept_on_disk(function, signature, **options)
 

@@ -5,7 +5,7 @@
 * with shared noise: argmax(log q + noise), where the verifier will take argmax(log p + the same noise).
 
 The candidates for bonus tokens are the next best by the same measure.  Every draw hangs on (seed, position) alone,
-so that a speculation is the same whether it was drafted ahead or just in time, and whatever else is in the batch.
+so that, up to rounding, a speculation is the same whether it was drafted ahead or just in time, in whatever batch.
 The verifier's draws are independent of it: they come from another generator.
 """
 

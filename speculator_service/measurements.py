@@ -107,10 +107,15 @@ class Measurements:
         plain = self.times.median(PLAIN, batch_size)
         bucket = RoundTimes.bucket(batch_size)
         is_known = all(bucket in self.times.buckets(kind) for kind in (VERIFICATION, PLAIN))
-        if not is_known or not full or not plain or plain >= full or width <= 0:
+        if not is_known or not full or not plain or plain >= full:
             return np.ones(len(widths))
         share = plain / full
         return np.asarray(share + (1 - share) * widths / width, np.float64)
+
+    def relative_glue(self, batch_size: int) -> float:
+        """Time of a step for what backups drafted without the model, in units of a verification; 0 while unknown."""
+        glue, verification = (self.times.median(kind, batch_size) for kind in (StepKind.GLUE, VERIFICATION))
+        return glue / max(verification, _LEAST_SECONDS) if glue and verification else 0.0
 
     def relative_times(self, batch_size: int, num_missed: int) -> RelativeTimes | None:
         """Times near a batch of which ``num_missed`` rows are drafted for; None until they are known.

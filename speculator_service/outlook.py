@@ -9,17 +9,16 @@ from numpy.typing import NDArray
 
 from speculator_service.measurements import Measurements, RelativeTimes
 from speculator_service.saguaro.allocation import expected_hit_rate
-from speculator_service.saguaro.batch_speedup import SpeculatorQuality, planned_speedup, speedup_with
+from speculator_service.saguaro.batch_speedup import SpeculatorQuality, planned_speedup
 from speculator_service.saguaro.depth import best_depth, finishing_time
 from speculator_service.saguaro.discounted import scaled_odds
 from speculator_service.saguaro.estimates import PowerLaw
 from speculator_service.saguaro.fan_out_lists import conditioned
 from speculator_service.saguaro.sources import BACKUPS, NUM_SOURCES, Source
+from speculator_service.saguaro.speedup import unconditional_hit_rate
 
 _MARGIN = 0.03
 """Relative gain that is worth another depth."""
-
-
 _LEAST_SHARE = 0.001
 """Of outcomes that lists may promise to hit, or to miss: odds are finite."""
 
@@ -126,16 +125,16 @@ class Outlook:
         if now is None or promised == 0:
             return None
         rates = scaled_odds(np.array(now.primary.hit_rate), _odds(lists._promised[Source.HIT, 1:]) / _odds(promised))
-        fallback_depth = {"primary": jit_depth, "suffix": self._lookahead, "empty": 0}[backup]
-        width, *widths = _widths(
-            np.array([depth, *range(1, self._lookahead + 1)]),
-            np.array([now.primary.hit_rate, *rates]) ** batch_size,
-            fallback_depth,
-        )
-        verifications = self._measured.relative_verification(batch_size, width, np.array(widths))
         num_missed, fallback = _num_missed(batch_size, now.primary.hit_rate), now.backups[backup]
         gain = self.gain(lists, depth, jit_depth)[BACKUPS[backup]]
         rate_after_miss = float(scaled_odds(np.array(fallback.hit_rate), gain))
+        unconditional = [unconditional_hit_rate(now.primary.hit_rate, fallback.hit_rate)]
+        unconditional += [unconditional_hit_rate(rate, rate_after_miss) for rate in rates.tolist()]
+        fallback_depth = {"primary": jit_depth, "suffix": self._lookahead, "empty": 0}[backup]
+        depths = np.array([depth, *range(1, self._lookahead + 1)])
+        width, *widths = _widths(depths, np.array(unconditional), batch_size, fallback_depth)
+        verifications = self._measured.relative_verification(batch_size, width, np.array(widths))
+        glue = self._measured.relative_glue(batch_size) if backup != "primary" else 0.0
         speedups = []
         for d, (expected, rate, unit) in enumerate(
             zip(self._tokens[Source.HIT].tolist(), rates.tolist(), verifications.tolist(), strict=True), 1
@@ -144,6 +143,7 @@ class Outlook:
             num_rows = batch_size * (1 + int(lists.counts[Source.HIT, d].sum()))
             step = now.times.table_step * self._measured.relative_table_step(batch_size, num_missed, num_rows)
             took = finishing_time(d, step / unit, now.times.draft_step / unit)
+            took += (1 - unconditional[d] ** batch_size) * glue / unit
             scaled = fallback._replace(time=fallback.time / unit, hit_rate=rate_after_miss)
             speedups.append(planned_speedup(SpeculatorQuality(took, expected, rate), scaled, batch_size) / unit)
         return np.array(speedups)
@@ -160,7 +160,9 @@ class Outlook:
             return jit_depth
         hit_rate = now.backups["primary"].hit_rate
         speedups = [
-            speedup_with(now.primary, SpeculatorQuality(tokens * now.times.draft_step, expected, hit_rate), batch_size)
+            planned_speedup(
+                now.primary, SpeculatorQuality(tokens * now.times.draft_step, expected, hit_rate), batch_size
+            )
             for tokens, expected in enumerate(self._tokens[Source.PRIMARY].tolist(), 1)
         ]
         return best_depth(np.array(speedups), jit_depth, _MARGIN)
@@ -168,7 +170,7 @@ class Outlook:
     def best_lone_depth(self, batch_size: int, depth: int, lone_depth: int) -> int:
         """Tokens of each speculation with the highest speed where all are drafted just in time.
 
-        ``depth``: the longest of the speculations that are verified now; ``lone_depth``: the current one.
+        ``depth``: the current one with tables, which most verifications are wide; ``lone_depth``: the one without.
         """
         times = self._measured.relative_times(batch_size, batch_size)
         if times is None:
@@ -205,16 +207,21 @@ def _odds(probability: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(clipped / (1 - clipped), np.float64)
 
 
-def _widths(depths: NDArray[np.integer], all_hit: NDArray[np.floating], fallback_depth: int) -> NDArray[np.float64]:
+def _widths(
+    depths: NDArray[np.int64], hit_rates: NDArray[np.float64], batch_size: int, fallback_depth: int
+) -> NDArray[np.float64]:
     """[n] mean drafts of a verification, which is as wide as the longest speculation of its batch.
 
     Args:
         depths: [n] of prepared speculations.
-        all_hit: [n] share of batches without a miss.
-        fallback_depth: of the backup's speculations, at most.
+        hit_rates: [n] p, unconditional.
+        fallback_depth: of the backup's speculations, at most; 0: a batch of misses verifies nothing and does not count.
     """
-    widths: NDArray[np.float64] = all_hit * depths + (1 - all_hit) * np.maximum(depths, fallback_depth)
-    return widths
+    all_hit, all_miss = hit_rates**batch_size, (1 - hit_rates) ** batch_size
+    mixed = 1 - all_hit - all_miss
+    total = all_hit * depths + all_miss * fallback_depth + mixed * np.maximum(depths, fallback_depth)
+    verified = np.maximum(1 - all_miss, _LEAST_SHARE) if fallback_depth == 0 else 1.0
+    return np.asarray(total / verified, np.float64)
 
 
 def _num_missed(batch_size: int, hit_rate: float) -> int:

@@ -163,11 +163,11 @@ class Planner:
         self._ways.round_took(decision, float(expected.mean()), seconds, is_plain)
 
     def step_took(self, kind: StepKind, batch_size: int, seconds: float, num_rows: int = 0) -> None:
-        """A step of the draft model for so many sequences: DRAFT, those that missed, or TABLE; others do not count.
+        """A step of the draft model for so many sequences: TABLE, or DRAFT or GLUE, those that missed; else ignored.
 
         ``num_rows``: of a table step, dead ones included.
         """
-        if kind not in (StepKind.DRAFT, StepKind.TABLE) or not batch_size:
+        if kind is StepKind.PREFILL or not batch_size:
             return
         self._measured.times.add(kind, batch_size, seconds)
         if kind is StepKind.TABLE:
@@ -223,10 +223,11 @@ class Planner:
         if not self._settings.adapt_depth:
             outlook = self._budget.outlook(self._measured)
         else:
+            depth_before = self._depth
             now = batch_size, self._depth, self._jit_depth, self._name
             outlook, self._depth = self._budget.fit(self._measured, *now)
             self._jit_depth = outlook.best_jit_depth(batch_size, self._depth, self._jit_depth)
-            self._lone_depth = outlook.best_lone_depth(batch_size, self._depth, self._lone_depth)
+            self._lone_depth = outlook.best_lone_depth(batch_size, depth_before, self._lone_depth)
         sizes = [1 << bucket for bucket in self._measured.times.buckets(VERIFICATION)]
         forecasts = [outlook.forecast(size, self._depth, self._jit_depth) for size in sizes]
         self._forecasts = {forecast.batch_size: forecast for forecast in forecasts if forecast is not None}

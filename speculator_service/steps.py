@@ -122,9 +122,10 @@ class ModelSteps:
             self._publisher.reply(rows)
 
     def _catch_up(self, rows: NDArray[np.int64]) -> None:
-        """Compute all that the trunks lack of their chains at once, so that every outcome is known to their tables.
+        """Compute what the trunks of ``rows`` lack of their chains at once, so that their tables know every outcome.
 
-        One token, the last of a chain that the draft model made itself, is left to the first step of a table.
+        Not for rows that lack one token, the last of a chain that the draft model made: that is left to the first step
+        of their table. After outcomes that came faster than this a trunk lacks more than a chain: the rest comes next.
         """
         state = self._rows
         counts = np.minimum(state.lag(rows), 2 * state.lookahead + 1)

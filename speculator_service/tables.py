@@ -255,7 +255,6 @@ def record_runs(
     """
     n = 0
     for i, row in enumerate(rows):
-        state.marks[GOAL, row] = state.marks[DEPTH, row]
         for _ in range(counts[i]):
             state.marks[COMPUTED, row] += 1
             record(state, row, tokens[n], candidates[n], q[n])

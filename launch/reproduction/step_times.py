@@ -61,7 +61,6 @@ def measure(target: Any, draft_path: str, plan: Plan, on_measured: Callable[[], 
             slots,
             branches,
             plan.lookahead,
-            dtype="float32",
             context_length=CONTEXT + 2 * plan.lookahead + 2,
         )
     )

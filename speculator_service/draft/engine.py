@@ -243,11 +243,12 @@ class _RowsPath:
         """Rows of one slot share its line of the block table: each sees as much of it as is its length."""
         self._rows.sync(slots, np.zeros_like(slots), starts + counts)
         b, n = tokens.shape
+        width = self._most // b
         parts = [
-            self._extend_part(slots, starts, tokens, counts, first, min(first + self._most // b, n))
-            for first in range(0, n, max(1, self._most // b))
+            self._extend_part(slots, starts, tokens, counts, first, min(first + width, n))
+            for first in range(0, n, width)
         ]
-        return torch.cat(parts, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _extend_part(
         self,

@@ -26,7 +26,7 @@ _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to more than 24 bits
 _TAYLOR_2, _TAYLOR_3, _TAYLOR_4, _TAYLOR_5, _TAYLOR_6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _LARGEST_EXPONENT = np.float32(87)
-_LARGEST_FLOAT = np.float32(3.4e38)
+_UNSEEN = np.float32(-3.4e38)  # below any score
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -181,7 +181,7 @@ def masked_softmax(
                 for r in range(repeats):
                     row = scores[i, h, g, r]
                     for t in range(length):
-                        z[t] = row[t] * scale if seen[t] > 0 else -_LARGEST_FLOAT
+                        z[t] = row[t] * scale if seen[t] > 0 else _UNSEEN
                     largest, total = _ordered(z_bits[0]), np.float32(0)
                     for t in range(length):
                         largest = max(largest, _ordered(z_bits[t]))

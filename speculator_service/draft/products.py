@@ -1,7 +1,8 @@
 """The matrix products of a draft model on a CPU: as SGLang computes them, or rounded to bfloat16.
 
 A draft is a guess, so its weights need not be exact: where the CPU has instructions for bfloat16, a product takes about
-half the time (``launch/microbench --products``). What lies between products stays float32.
+half the time of one with packed float32 weights (``launch/microbench --products``). What lies between products stays
+float32.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -22,6 +22,8 @@ _LEAST_WORK = 250_000
 """Multiplications in a product from which on oneDNN's dispatch and the roundings cost less than they save."""
 _LEAST_BATCHED_WORK = 1_500_000
 """The same of batched products, without roundings of ours."""
+PLUGINS_COPY = "packed_weight"
+"""Attribute of a layer with the plugin's copy of its weight (`sglang_ssd.cpu.packed_weights`), of no use then."""
 _LARGEST_SHARE = 0.25
 """Of the free memory that rounded weights may take, beside those that they are made of."""
 
@@ -55,10 +57,12 @@ class Bfloat16Products(SGLangProducts):
 
     def linear(self, layer: Any) -> Product:
         """Of a linear layer, with its bias."""
+        layer.__dict__.pop(PLUGINS_COPY, None)
         return _unless_few(rounded_product(layer.weight, layer.bias), super().linear(layer), layer.weight)
 
     def head(self, model: Any, vocab_size: int) -> Product:
         """Of the output layer without padding."""
+        model.lm_head.__dict__.pop(PLUGINS_COPY, None)
         weight = model.lm_head.weight[:vocab_size]
         return _unless_few(rounded_product(weight, None), super().head(model, vocab_size), weight)
 
@@ -77,12 +81,12 @@ class Bfloat16Products(SGLangProducts):
             precision.fp32_precision = before
 
 
-def can_round(model: torch.nn.Module) -> bool:
+def can_round(model: torch.nn.Module, free_bytes: int) -> bool:
     """Whether `Bfloat16Products` of a model are faster here, and there is memory for the copies."""
     if not (torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()):
         return False
     size = 2 * sum(weight.numel() for weight in model.parameters())
-    return size <= _LARGEST_SHARE * psutil.virtual_memory().available
+    return size <= _LARGEST_SHARE * free_bytes
 
 
 def rounded_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

@@ -33,6 +33,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, get_model, publish, spawn_world_rank
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils import get_available_gpu_memory
 
 from speculator_service.draft.aliased_rows import upload
 from speculator_service.draft.cells import CellTable
@@ -45,6 +46,9 @@ from speculator_service.draft.trunk_attention import AttentionPlan, attend, plan
 from ssd_proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_ROUNDING = 0.1
+"""Share of the largest logit by which products in bfloat16 may change any: a guard against faults, not a measure."""
 
 
 class DraftRunner:
@@ -182,12 +186,23 @@ class DraftRunner:
         if lean is None:
             return
         tokens, plan, wanted = self._trial(min(4, context_length))
-        with torch.inference_mode():
-            got = lean(tokens, plan, last_only=True)[0]
-        if agrees(got, wanted):
-            self._lean = make(Bfloat16Products()) if is_rounded and can_round(model) else lean
-        else:
+        if not agrees(self._last_logits(lean, tokens, plan), wanted):
             logger.warning("The short CPU forward differs from SGLang's for this model and is not used.")
+            return
+        self._lean = lean
+        if not is_rounded or not can_round(model, int(get_available_gpu_memory("cpu", 0) * 2**30)):
+            return
+        rounded = make(Bfloat16Products())
+        assert rounded is not None
+        if agrees(self._last_logits(rounded, tokens, plan), wanted, _ROUNDING):
+            self._lean = rounded
+        else:
+            logger.warning("Products in bfloat16 change this model's logits too much and are not used.")
+
+    @staticmethod
+    @torch.inference_mode()
+    def _last_logits(lean: LeanForward, tokens: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        return lean(tokens, plan, last_only=True)[0]
 
     def _trial(self, count: int) -> tuple[torch.Tensor, AttentionPlan, torch.Tensor]:
         """Tokens of a short prompt, its plan, and the logits of its last position. Writes to the first cells."""

@@ -40,10 +40,9 @@ def speedup_with(primary: SpeculatorQuality, backup: SpeculatorQuality, batch_si
 def planned_speedup(primary: SpeculatorQuality, backup: SpeculatorQuality, batch_size: float) -> float:
     """`speedup_with` for plans that may be late: a batch with a miss waits for the tables of its hits all the same.
 
-    tokens / (1 + (1 - (1 - p)^b) max(0, T_p - 1) + (1 - p^b) T_b)
-
-    Corollary 16 lets a round with a miss take 1 + T_b even if T_p > 1. That is the same for T_p <= 1 and for b = 1;
-    beyond, any T_p would do where p^b is small.
+    Corollary 16 lets a round with a miss take 1 + T_b even if T_p > 1: any T_p would do where p^b is small. Here a
+    round takes 1, and max(0, T_p - 1) if all sequences hit, T_b if all miss, the longer of both if some hit and some
+    miss, since these are drafted together. That is the same for T_p <= 1 and for b = 1.
 
     >>> slow, none = SpeculatorQuality(1.5, 4, .5), SpeculatorQuality(0, 4, .5)
     >>> [planned_speedup(slow, none, b) == speedup_with(slow, none, b) for b in (1, 2)]
@@ -53,8 +52,13 @@ def planned_speedup(primary: SpeculatorQuality, backup: SpeculatorQuality, batch
     """
     hit_rate = unconditional_hit_rate(primary.hit_rate, backup.hit_rate)
     tokens = hit_rate * primary.expected_tokens + (1 - hit_rate) * backup.expected_tokens
-    any_hits, any_misses = 1 - math.pow(1 - hit_rate, batch_size), 1 - math.pow(hit_rate, batch_size)
-    return tokens / (1 + any_hits * max(0, primary.time - 1) + any_misses * backup.time)
+    late, all_hit, all_miss = (
+        max(0, primary.time - 1),
+        math.pow(hit_rate, batch_size),
+        math.pow(1 - hit_rate, batch_size),
+    )
+    waiting = all_hit * late + all_miss * backup.time + (1 - all_hit - all_miss) * max(late, backup.time)
+    return tokens / (1 + waiting)
 
 
 def batch_speedup(

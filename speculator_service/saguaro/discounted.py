@@ -47,8 +47,13 @@ class DiscountedMeans:
         self._squares = decay * self._squares + np.bincount(group, values * values, minlength=size)
 
     def scale_odds(self, factor: NDArray[np.floating]) -> None:
-        """Take the values so far, which are 0 or 1, for ones whose means have ``factor`` [G] times the odds."""
-        self._sum = self._weight * scaled_odds(self._sum / np.maximum(self._weight, _LEAST_WEIGHT), factor)
+        """Take the values so far, which are 0 or 1, for ones whose means have ``factor`` [G] times the odds.
+
+        Where all were equal the next one is taken for likely to be the other half a time: no odds are 0 or infinite.
+        """
+        least = 0.5 / (self._weight + 1)
+        mean = np.clip(self._sum / np.maximum(self._weight, _LEAST_WEIGHT), least, 1 - least)
+        self._sum = self._weight * scaled_odds(mean, factor)
         self._squares = self._sum.copy()
 
     def weight(self, group: int) -> float:
@@ -76,7 +81,7 @@ class DiscountedMeans:
 
 
 def scaled_odds(probability: NDArray[np.float64], factor: NDArray[np.floating]) -> NDArray[np.float64]:
-    """[...] probabilities with ``factor`` times the odds p / (1 - p): never outside of [0, 1], and can be undone.
+    """[...] probabilities with ``factor`` times the odds p / (1 - p): never outside of [0, 1]. Undone by its inverse.
 
     >>> scaled_odds(np.array([.5, .75, 1.]), np.array([3., 1 / 3, 9.]))
     array([0.75, 0.5 , 1.  ])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang_ssd.cpu import packed_weights
 from speculator_service.draft import products
 from speculator_service.draft.products import Bfloat16Products, SGLangProducts, can_round
 
@@ -79,13 +80,18 @@ def test_batched(shape: tuple[int, int, int, int]) -> None:
 
 def test_no_memory_for_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    model, free = torch.nn.Linear(INPUT, OUTPUT, bias=False), SimpleNamespace(available=8 * INPUT * OUTPUT)
-    monkeypatch.setattr(products.psutil, "virtual_memory", lambda: free)
-    assert can_round(model)
-    free.available -= 1
-    assert not can_round(model)
+    model, enough = torch.nn.Linear(INPUT, OUTPUT, bias=False), 8 * INPUT * OUTPUT
+    assert can_round(model, enough)
+    assert not can_round(model, enough - 1)
 
 
 def test_no_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert not can_round(torch.nn.Linear(INPUT, OUTPUT))
+    assert not can_round(torch.nn.Linear(INPUT, OUTPUT), 1 << 40)
+
+
+def test_the_plugins_copy_is_given_up() -> None:
+    layer = Layer(biased=False)
+    setattr(layer, packed_weights._ATTRIBUTE, object())
+    Bfloat16Products().linear(layer)
+    assert packed_weights._ATTRIBUTE not in layer.__dict__

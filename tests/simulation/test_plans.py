@@ -11,7 +11,7 @@ from closed_loop import Loop, ScriptedVerifier
 from test_closed_loop import assert_all_free, run
 
 from speculator_service.saguaro.sources import Source
-from speculator_service.statistics import OutcomeKind
+from speculator_service.statistics import OutcomeKind, StepKind
 from ssd_proto.records import NO_KEY, ProposalKind, Sampling, outcome_dtype
 
 
@@ -64,6 +64,26 @@ def test_the_suffix_backup_continues_what_repeats_itself() -> None:
     loop.speculator.poll()  # without a single step of the model
     found = verifier.channel.wait(outcomes, verifier.channel.lookup(outcomes), 0.0)
     assert (found.depth[0], found.tokens[0].tolist()) == (4, [8, 9, 10, 11])
+
+
+def test_what_a_backup_drafted_is_computed_in_one_step() -> None:
+    """And the table after it is complete after K steps, whatever the target accepts of that."""
+    loop = Loop.build(0, backup="suffix", fan_out=2)
+    verifier = connected(loop)
+    period = [7, 8, 9, 10, 11]
+    verifier.channel.open_sequence(0, 1, np.array(period * 3))
+    loop.settle()
+    outcomes = np.zeros(1, outcome_dtype(4))
+    outcomes["generation"], outcomes["bonus"] = 1, 7
+    steps = loop.speculator.statistics.steps
+    before = dict(steps)
+    verifier.channel.post(outcomes)
+    loop.settle()
+    assert {kind: steps[kind] - before[kind] for kind in StepKind if steps[kind] > before[kind]} == {
+        StepKind.GLUE: 1,
+        StepKind.TABLE: 4,
+    }
+    assert loop.draft.trunk_tokens(0)[:20] == [*period * 3, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class SpeculatorConfig:
     )
     device: str = _option("cpu", "device of the draft model: cpu, cuda or cuda:N; it must not be the target's")
     dtype: str = _option(
-        "auto", "auto (float32 with fast products on a CPU, else the model's own), float32, float16 or bfloat16"
+        "auto", "auto (the model's own; on a CPU float32, products rounded if faster), float32, float16 or bfloat16"
     )
     attention_backend: str | None = _option(
         None, "shared_trunk (CPU only, default there) or a decode backend of SGLang (default on CUDA: triton)"

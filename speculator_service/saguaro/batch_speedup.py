@@ -52,11 +52,8 @@ def planned_speedup(primary: SpeculatorQuality, backup: SpeculatorQuality, batch
     """
     hit_rate = unconditional_hit_rate(primary.hit_rate, backup.hit_rate)
     tokens = hit_rate * primary.expected_tokens + (1 - hit_rate) * backup.expected_tokens
-    late, all_hit, all_miss = (
-        max(0, primary.time - 1),
-        math.pow(hit_rate, batch_size),
-        math.pow(1 - hit_rate, batch_size),
-    )
+    late = max(0, primary.time - 1)
+    all_hit, all_miss = math.pow(hit_rate, batch_size), math.pow(1 - hit_rate, batch_size)
     waiting = all_hit * late + all_miss * backup.time + (1 - all_hit - all_miss) * max(late, backup.time)
     return tokens / (1 + waiting)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from closed_loop import Loop, ScriptedVerifier
+from numpy.typing import NDArray
 from test_closed_loop import assert_all_free, run
 
 from speculator_service.saguaro.sources import Source
@@ -52,14 +53,22 @@ def test_after_an_empty_backup_all_outcomes_are_prepared_where_the_next_one_must
     assert hits_after_miss > 0.6 * misses  # ten candidates of forty tokens at the one position; two would be few
 
 
-def test_the_suffix_backup_continues_what_repeats_itself() -> None:
-    loop = Loop.build(0, backup="suffix", fan_out=0)
+PERIOD = [7, 8, 9, 10, 11]
+
+
+def repeating(fan_out: int) -> tuple[Loop, ScriptedVerifier, NDArray[np.void]]:
+    """A sequence that repeats itself, and its first outcome, not posted yet: the period begins again."""
+    loop = Loop.build(0, backup="suffix", fan_out=fan_out)
     verifier = connected(loop)
-    period = [7, 8, 9, 10, 11]
-    verifier.channel.open_sequence(0, 1, np.array(period * 3))
+    verifier.channel.open_sequence(0, 1, np.array(PERIOD * 3))
     loop.settle()
     outcomes = np.zeros(1, outcome_dtype(4))
     outcomes["generation"], outcomes["bonus"] = 1, 7
+    return loop, verifier, outcomes
+
+
+def test_the_suffix_backup_continues_what_repeats_itself() -> None:
+    loop, verifier, outcomes = repeating(0)
     verifier.channel.post(outcomes)
     loop.speculator.poll()  # without a single step of the model
     found = verifier.channel.wait(outcomes, verifier.channel.lookup(outcomes), 0.0)
@@ -68,13 +77,7 @@ def test_the_suffix_backup_continues_what_repeats_itself() -> None:
 
 def test_what_a_backup_drafted_is_computed_in_one_step() -> None:
     """And the table after it is complete after K steps, whatever the target accepts of that."""
-    loop = Loop.build(0, backup="suffix", fan_out=2)
-    verifier = connected(loop)
-    period = [7, 8, 9, 10, 11]
-    verifier.channel.open_sequence(0, 1, np.array(period * 3))
-    loop.settle()
-    outcomes = np.zeros(1, outcome_dtype(4))
-    outcomes["generation"], outcomes["bonus"] = 1, 7
+    loop, verifier, outcomes = repeating(2)
     steps = loop.speculator.statistics.steps
     before = dict(steps)
     verifier.channel.post(outcomes)
@@ -83,7 +86,7 @@ def test_what_a_backup_drafted_is_computed_in_one_step() -> None:
         StepKind.GLUE: 1,
         StepKind.TABLE: 4,
     }
-    assert loop.draft.trunk_tokens(0)[:20] == [*period * 3, 7, 8, 9, 10, 11]
+    assert loop.draft.trunk_tokens(0)[:20] == PERIOD * 4
 
 
 @pytest.mark.parametrize(

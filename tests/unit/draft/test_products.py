@@ -14,7 +14,7 @@ from speculator_service.draft.products import Bfloat16Products, SGLangProducts, 
 
 INPUT, OUTPUT = 192, 4096
 
-pytestmark = pytest.mark.skipif(
+needs_bfloat16 = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     reason="oneDNN has no bfloat16 on this machine",
 )
@@ -32,6 +32,7 @@ class Layer(torch.nn.Linear):
         return F.linear(x, layer.weight, bias)
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @torch.no_grad()
@@ -46,6 +47,7 @@ def test_a_product_is_that_of_rounded_numbers(rows: int, biased: bool) -> None:
     assert layer.calls == 0
 
 
+@needs_bfloat16
 @torch.no_grad()
 def test_small_products_are_not_rounded() -> None:
     layer, x = Layer(biased=True), torch.randn(1, INPUT)
@@ -55,6 +57,7 @@ def test_small_products_are_not_rounded() -> None:
     assert layer.calls == 1
 
 
+@needs_bfloat16
 @torch.no_grad()
 def test_the_output_layer_has_no_padding() -> None:
     torch.manual_seed(0)
@@ -90,6 +93,7 @@ def test_no_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_round(torch.nn.Linear(INPUT, OUTPUT), 1 << 40)
 
 
+@needs_bfloat16
 def test_the_plugins_copy_is_given_up() -> None:
     layer = Layer(biased=False)
     setattr(layer, packed_weights._ATTRIBUTE, object())
